@@ -613,6 +613,9 @@ class PoliteLook:
     def until(self, happened: Callable[[], bool]) -> bool:
         """Look until ``happened()``, and at least once; whether it is so. Offers of the core offer the GIL as well."""
 
+_Addition = tuple[Sequence[int], Sequence[int], int, int, int, float, float]
+"""Arguments of a call of `reduce`."""
+
 class BoundMessages:
     """Persistent requests and additions in phases: start some, wait for some, reduce.
 
@@ -634,7 +637,7 @@ class BoundMessages:
             tuple[
                 Sequence[int],
                 Sequence[tuple[int, int]],
-                Sequence[tuple[Sequence[int], Sequence[int], int, int, int, float, float]],
+                Sequence[_Addition],
             ]
         ],
     ) -> None:
@@ -652,6 +655,44 @@ class BoundMessages:
         """Call nothing else from here on: the requests go back to MPI."""
     @property
     def peer(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+
+class BoundPipeline:
+    """Persistent requests and additions of a long schedule: each as soon as what it needs has come, or left.
+
+    Source: csrc/messages/bound_pipeline.cpp.
+
+    Calls return how far it is, as those of `BoundMessages` do.
+
+    Attributes:
+        peer: of the message that it waits for.
+        moved: how many messages have come, or are known to have left.
+        error: what MPI has returned where it failed.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        test: int,
+        first: Sequence[_Addition],
+        sends: Sequence[tuple[int, int, int]],
+        receives: Sequence[tuple[int, int, int, bool, Sequence[_Addition]]],
+        window: int,
+    ) -> None:
+        """``start``, ``test``: addresses of MPI_Start and MPI_Test. ``first``: what is done before anything is sent.
+
+        ``sends``: (address of the request, peer, how many receives it follows). ``receives``: (address of the request,
+        peer, how many sends it follows, whether it has one of ``window`` slots, what is done with it).
+        """
+    def start(self) -> int:
+        """Execute it anew, as far as need not wait."""
+    def work(self, look: PoliteLook, limit_us: int, longest_nap_us: int) -> int:
+        """Go on, with naps in between, until all is done, for up to ``limit_us``."""
+    @property
+    def peer(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
     @property
     def error(self) -> int: ...
 

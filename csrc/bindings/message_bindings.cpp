@@ -14,6 +14,7 @@
 #include "kernels/elements.h"
 #include "kernels/reduce.h"
 #include "messages/bound_messages.h"
+#include "messages/bound_pipeline.h"
 #include "messages/early_allreduce.h"
 #include "messages/early_gather.h"
 #include "messages/early_reduce_scatter.h"
@@ -28,9 +29,24 @@ using namespace py::literals;
 namespace hvdlite {
 namespace {
 
+// Arguments of a call of `reduce`.
+using GivenAddition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;
+
+std::vector<BoundMessages::Addition> additions_of(const std::vector<GivenAddition>& given) {
+  std::vector<BoundMessages::Addition> additions;
+  for (const auto& [destinations, sources, numel, dtype, op, prescale, postscale] : given) {
+    const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
+    additions.push_back({destinations, sources, numel, reducer});
+  }
+  return additions;
+}
+
+MpiFunctions functions_at(std::uintptr_t start, std::uintptr_t test) {
+  return {reinterpret_cast<MpiFunctions::Start>(start), reinterpret_cast<MpiFunctions::Test>(test)};
+}
+
 void register_bound_messages(py::module_& m) {
-  using Addition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;
-  using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<Addition>>;
+  using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<GivenAddition>>;
   py::class_<PoliteLook>(m, "PoliteLook")
       .def(py::init([](int longest_us, int busy_us, int courtesy_us) {
              using Microseconds = std::chrono::microseconds;
@@ -55,19 +71,13 @@ void register_bound_messages(py::module_& m) {
   messages.attr("FAILED") = static_cast<int>(BoundMessages::Progress::kFailed);
   messages
       .def(py::init([](std::uintptr_t start, std::uintptr_t test, const std::vector<Phase>& given) {
-             const MpiFunctions mpi{reinterpret_cast<decltype(MpiFunctions::start)>(start),
-                                    reinterpret_cast<decltype(MpiFunctions::test)>(test)};
              std::vector<BoundMessages::Phase> phases;
              for (const auto& [starts, waits, additions] : given) {
-               BoundMessages::Phase phase{starts, {}, {}};
+               BoundMessages::Phase phase{starts, {}, additions_of(additions)};
                for (const auto& [request, peer] : waits) phase.waits.push_back({request, peer});
-               for (const auto& [destinations, sources, numel, dtype, op, prescale, postscale] : additions) {
-                 const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
-                 phase.additions.push_back({destinations, sources, numel, reducer});
-               }
                phases.push_back(std::move(phase));
              }
-             return std::make_shared<BoundMessages>(mpi, std::move(phases));
+             return std::make_shared<BoundMessages>(functions_at(start, test), std::move(phases));
            }),
            "start"_a, "test"_a, "phases"_a)
       .def(
@@ -85,6 +95,37 @@ void register_bound_messages(py::module_& m) {
       .def("close", &BoundMessages::close)
       .def_property_readonly("peer", &BoundMessages::peer)
       .def_property_readonly("error", &BoundMessages::error);
+}
+
+void register_bound_pipeline(py::module_& m) {
+  using Send = std::tuple<std::uintptr_t, int, std::size_t>;
+  using Receive = std::tuple<std::uintptr_t, int, std::size_t, bool, std::vector<GivenAddition>>;
+  py::class_<BoundPipeline>(m, "BoundPipeline")
+      .def(py::init([](std::uintptr_t start, std::uintptr_t test, const std::vector<GivenAddition>& first,
+                       const std::vector<Send>& given_sends, const std::vector<Receive>& given_receives,
+                       std::size_t window) {
+             std::vector<BoundPipeline::Send> sends;
+             for (const auto& [request, peer, after] : given_sends) sends.push_back({request, peer, after});
+             std::vector<BoundPipeline::Receive> receives;
+             for (const auto& [request, peer, after, has_slot, additions] : given_receives) {
+               receives.push_back({request, peer, after, has_slot, additions_of(additions)});
+             }
+             return std::make_unique<BoundPipeline>(functions_at(start, test), additions_of(first), std::move(sends),
+                                                    std::move(receives), window);
+           }),
+           "start"_a, "test"_a, "first"_a, "sends"_a, "receives"_a, "window"_a)
+      .def(
+          "start", [](BoundPipeline& self) { return static_cast<int>(self.start()); }, WithoutGil())
+      .def(
+          "work",
+          [](BoundPipeline& self, PoliteLook& look, int limit_us, int longest_nap_us) {
+            using Microseconds = std::chrono::microseconds;
+            return static_cast<int>(self.work(look, Microseconds(limit_us), Microseconds(longest_nap_us)));
+          },
+          "look"_a, "limit_us"_a, "longest_nap_us"_a, WithoutGil())
+      .def_property_readonly("peer", &BoundPipeline::peer)
+      .def_property_readonly("moved", &BoundPipeline::moved)
+      .def_property_readonly("error", &BoundPipeline::error);
 }
 
 void register_early_allreduce(py::module_& m) {
@@ -173,6 +214,7 @@ void register_early_allreduce(py::module_& m) {
 
 void register_messages(py::module_& m) {
   register_bound_messages(m);
+  register_bound_pipeline(m);
   register_early_allreduce(m);
 }
 

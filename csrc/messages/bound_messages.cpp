@@ -1,16 +1,6 @@
 #include "messages/bound_messages.h"
 
 namespace hvdlite {
-namespace {
-
-// Which nobody reads. MPI_STATUS_IGNORE is a constant of each MPI; the largest status has 32 bytes.
-struct alignas(16) AnyStatus {
-  char bytes[256];
-};
-
-void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
-}  // namespace
 
 BoundMessages::Progress BoundMessages::start() {
   phase_ = 0;
@@ -21,25 +11,22 @@ bool BoundMessages::begin_phase() {
   wait_ = 0;
   if (phase_ == phases_.size()) return true;
   for (const std::uintptr_t request : phases_[phase_].starts) {
-    error_ = mpi_.start(at(request));
+    error_ = mpi_.start(request);
     if (error_ != 0) return false;
   }
   return true;
 }
 
 BoundMessages::Progress BoundMessages::advance() {
-  AnyStatus status;
   while (phase_ != phases_.size()) {
     const Phase& phase = phases_[phase_];
     for (; wait_ < phase.waits.size(); ++wait_) {
-      int is_done = 0;
-      error_ = mpi_.test(at(phase.waits[wait_].request), &is_done, &status);
+      bool is_done = false;
+      error_ = mpi_.test(phase.waits[wait_].request, is_done);
       if (error_ != 0) return Progress::kFailed;
-      if (is_done == 0) return Progress::kWaiting;
+      if (!is_done) return Progress::kWaiting;
     }
-    for (const Addition& addition : phase.additions) {
-      addition.reducer.reduce(addition.destinations, addition.sources, 0, addition.numel);
-    }
+    for (const Addition& addition : phase.additions) addition.run();
     ++phase_;
     if (!begin_phase()) return Progress::kFailed;
   }

@@ -7,16 +7,9 @@
 #include <vector>
 
 #include "kernels/reduce.h"
+#include "messages/mpi_functions.h"
 
 namespace hvdlite {
-
-// What is called of MPI, by the addresses that its library has loaded it at; this code is linked to none. Requests are
-// given by address, and both functions return 0 for success, in every MPI; so neither the size of a request nor any
-// other constant has to be known.
-struct MpiFunctions {
-  int (*start)(void* request);
-  int (*test)(void* request, int* flag, void* status);
-};
 
 class BoundMessages {
  public:
@@ -29,6 +22,8 @@ class BoundMessages {
     std::vector<std::uintptr_t> sources;
     std::uint64_t numel;
     Reducer reducer;
+
+    void run() const { reducer.reduce(destinations, sources, 0, numel); }
   };
   // Start requests; wait for some; reduce.
   struct Phase {

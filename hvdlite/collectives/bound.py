@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite import _native
+from hvdlite.collectives.bound_pipeline import BoundPipeline
+from hvdlite.collectives.bound_requests import BoundRequests, is_done, slot
 from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule, additions, first_scale
 from hvdlite.memory.views import Buffer
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
     from hvdlite.collectives.requests import Endpoint
 
-_MOST = 256  # bound schedules of an endpoint
+_MOST = 256  # calls of an endpoint that are remembered
+_MOST_MESSAGES = 1 << 15  # and requests; MPI takes some 500 bytes for each
 
 
 class Wait(NamedTuple):
@@ -98,16 +101,14 @@ class ByNativeCode:
     """
 
     def __init__(self, phases: list[Phase], endpoint: Endpoint) -> None:
-        from hvdlite.collectives.mpi_functions import address_of  # importing mpi4py starts MPI
-
         assert endpoint.functions is not None
         self._endpoint = endpoint
         self.messages = _native.BoundMessages(
             *endpoint.functions,
             [
                 (
-                    [address_of(request) for request in phase.starts],
-                    [(address_of(wait.request), wait.peer) for wait in phase.waits],
+                    [endpoint.address_of(request) for request in phase.starts],
+                    [(endpoint.address_of(wait.request), wait.peer) for wait in phase.waits],
                     phase.reductions,
                 )
                 for phase in phases
@@ -129,18 +130,14 @@ class ByNativeCode:
 
     def ended(self, progress: int) -> bool:
         """Whether it has, by what a call of `messages` has returned."""
-        if progress == _native.BoundMessages.FAILED:
-            from mpi4py import MPI
-
-            raise MPI.Exception(self.messages.error)
-        return progress == _native.BoundMessages.DONE
+        return is_done(progress, self.messages)
 
 
 class BoundSchedule:
     """A schedule that `fits`, on the memory of ``buf``; it may be run again and again.
 
     Args:
-        scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece.
+        scratch: as of `BoundRequests`.
 
     Attributes:
         endpoint: of which its messages are.
@@ -148,23 +145,9 @@ class BoundSchedule:
     """
 
     def __init__(self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
-        itemsize = buf.dtype.itemsize
         self.endpoint = endpoint
         self.is_done = True
-        self._sends = [
-            endpoint.bind_send(buf.address + start * itemsize, (stop - start) * itemsize, to)
-            for to, start, stop, _ in schedule.outgoing
-        ]
-        self._receives = [
-            endpoint.bind_receive(
-                buf.address + start * itemsize if fold is None else scratch + index * slot_bytes,
-                (stop - start) * itemsize,
-                source,
-            )
-            for index, (source, start, stop, fold, _) in enumerate(schedule.arriving)
-        ]
-        self._bytes_sent = itemsize * sum(piece.stop - piece.start for piece in schedule.outgoing)
-        self._bytes_received = itemsize * sum(piece.stop - piece.start for piece in schedule.arriving)
+        self._requests = BoundRequests(schedule, buf, endpoint, scratch, slot_bytes)
         phases = [phase for phase in self._phases(schedule, buf, scratch, slot_bytes) if any(phase)]
         self._native = None if endpoint.functions is None else ByNativeCode(phases, endpoint)
         self._execution: Execution = self._native or ByPython(phases)
@@ -221,7 +204,7 @@ class BoundSchedule:
             if not step():
                 return False
         except BaseException as error:
-            self.endpoint.fail(error, self._receives, self, *self._memory)
+            self.endpoint.fail(error, self._requests.receives, self, *self._memory)
         self.is_done = True
         self._memory = ()
         self.count_done(1)
@@ -229,11 +212,7 @@ class BoundSchedule:
 
     def count_done(self, times: int) -> None:
         """So often it was executed."""
-        traffic = self.endpoint.traffic
-        traffic.messages_sent += times * len(self._sends)
-        traffic.bytes_sent += times * self._bytes_sent
-        traffic.messages_received += times * len(self._receives)
-        traffic.bytes_received += times * self._bytes_received
+        self._requests.count_done(times)
 
     @property
     def messages(self) -> _native.BoundMessages:
@@ -245,32 +224,31 @@ class BoundSchedule:
         """Give the requests back to MPI."""
         if self._native is not None:
             self._native.messages.close()
-        for request in (*self._sends, *self._receives):
-            request.Free()
+        self._requests.free()
 
     def _phases(self, schedule: Schedule, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[Phase]:
         # Receives that need not wait for a send, up to the first that must: those of one rank have to keep their order.
         ready = [piece.fold is not None or piece.after == 0 for piece in schedule.arriving]
         posted = [*ready, False].index(False)
-        yield Phase(self._receives[:posted], [], first_scale(schedule, buf))
+        yield Phase(self._requests.receives[:posted], [], first_scale(schedule, buf))
         sent = left = 0
         for index, piece in enumerate(schedule.arriving):
             starts = []
             while sent < len(schedule.outgoing) and schedule.outgoing[sent].after <= index:
-                starts.append(self._sends[sent])
+                starts.append(self._requests.sends[sent])
                 sent += 1
-            receive = self._receives[index]
+            receive = self._requests.receives[index]
             waits = self._leaving(schedule, left, piece.after)
             left = max(left, piece.after)
             if index >= posted:
                 yield Phase(starts, waits, [])
                 starts, waits = [receive], []
-            reductions = additions(piece, buf, scratch + index * slot_bytes)
+            reductions = additions(piece, buf, slot(scratch, index, slot_bytes))
             yield Phase(starts, [Wait(receive, piece.source), *waits], reductions)
-        yield Phase(self._sends[sent:], self._leaving(schedule, left, len(schedule.outgoing)), [])
+        yield Phase(self._requests.sends[sent:], self._leaving(schedule, left, len(schedule.outgoing)), [])
 
     def _leaving(self, schedule: Schedule, first: int, last: int) -> list[Wait]:
-        return [Wait(self._sends[index], schedule.outgoing[index].to) for index in range(first, last)]
+        return [Wait(self._requests.sends[index], schedule.outgoing[index].to) for index in range(first, last)]
 
 
 class BoundSchedules:
@@ -281,32 +259,46 @@ class BoundSchedules:
         self._scratch = scratch
         self._slot_bytes = slot_bytes
         self._schedules: dict[Hashable, BoundSchedule | None] = {}  # None: called once
+        self._pipelines: dict[Hashable, BoundPipeline] = {}
+        self._messages = 0  # of all
         self.get = self._schedules.get
+        self.pipeline = self._pipelines.get
 
     def called(self, call: Hashable, schedule: Schedule, buf: Buffer) -> None:
         """``call``, in which the address of ``buf`` is named, took ``schedule``."""
-        if not BoundSchedule.fits(schedule):
+        if not BoundSchedule.fits(schedule) and self._endpoint.functions is None:
             return
-        if call in self._schedules:
+        if call not in self._schedules:
+            self._make_room(0)
+            self._schedules[call] = None
+        elif BoundSchedule.fits(schedule):
             self.bind(call, schedule, buf)
-            return
-        self._make_room()
-        self._schedules[call] = None
+        elif _messages_of(schedule) <= _MOST_MESSAGES:
+            self._make_room(_messages_of(schedule))
+            pipeline = BoundPipeline(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
+            self._pipelines[call] = pipeline
 
     def bind(self, call: Hashable, schedule: Schedule, buf: Buffer) -> BoundSchedule:
         """``schedule``, which fits, for ``call``."""
-        self._make_room()
+        self._make_room(_messages_of(schedule))
         bound = BoundSchedule(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
         self._schedules[call] = bound
         return bound
 
-    def _make_room(self) -> None:
-        if len(self._schedules) >= _MOST:
+    def _make_room(self, messages: int) -> None:
+        if len(self._schedules) >= _MOST or self._messages + messages > _MOST_MESSAGES:
             self.close()
+        self._messages += messages
 
     def close(self) -> None:
         """Forget all, and give their requests back to MPI."""
-        for schedule in self._schedules.values():
-            if schedule is not None:
-                schedule.close()
+        for bound in (*self._schedules.values(), *self._pipelines.values()):
+            if bound is not None:
+                bound.close()
         self._schedules.clear()
+        self._pipelines.clear()
+        self._messages = 0
+
+
+def _messages_of(schedule: Schedule) -> int:
+    return len(schedule.outgoing) + len(schedule.arriving)

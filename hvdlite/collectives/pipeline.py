@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdlite.collectives.adder import Adder
@@ -28,7 +29,12 @@ class Pipeline:
     Args:
         scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece, in memory of ``adder``; used until
             `finish` returns, or by what ``adder`` has begun until then.
+
+    Attributes:
+        receives: none that ``endpoint`` does not know.
     """
+
+    receives: Sequence[MPI.Request] = ()
 
     def __init__(
         self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, adder: Adder, scratch: int, slot_bytes: int

@@ -21,6 +21,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.collectives import mpi_functions
 from hvdlite.collectives.mpi_functions import MpiFunctions
 from hvdlite.collectives.polite import polite_look
 from hvdlite.counters import Traffic
@@ -46,11 +47,12 @@ class Endpoint:
         ranks: what errors call the ranks of ``comm``.
         timeout_s: the longest wait for one message.
         check: raises once the job has failed.
-        nap_us: the longest nap while data moves.
+        longest_nap_us: while data moves.
         functions: of MPI, for native code; None: Python calls MPI.
 
     Attributes:
         polite_look: for messages, from Python and from native code.
+        longest_nap_us: while data moves.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Endpoint:
         ranks: Sequence[int],
         timeout_s: float,
         check: Callable[[], None],
-        nap_us: int = 100,
+        longest_nap_us: int = 100,
         channel: Channel = Channel.HOST,
         functions: MpiFunctions | None = None,
     ) -> None:
@@ -71,12 +73,12 @@ class Endpoint:
         self.traffic = Traffic()
         self.functions = functions
         self.polite_look = polite_look()
+        self.longest_nap_us = longest_nap_us
         self._name = self._label = ""
         self._comm = comm
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._check = check
-        self._nap_s = nap_us * 1e-6
         self._channel = channel
         self._receives: list[MPI.Request] = []
         self._sends: list[MPI.Request] = []
@@ -135,6 +137,11 @@ class Endpoint:
         """A message like that of `receive`, to be started again and again."""
         return self._comm.Recv_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source, self._channel)
 
+    @staticmethod
+    def address_of(request: MPI.Request) -> int:
+        """Of MPI's own request, for native code; ``request`` has to live as long."""
+        return mpi_functions.address_of(request)
+
     def wait(self, peer: int, *requests: MPI.Request) -> None:
         """Return once all ``requests``, messages from or to ``peer``, are done. Raises like `until`."""
         for request in requests:
@@ -181,7 +188,7 @@ class Endpoint:
             check=self._check,
             since_s=start,
             nap_s=nap,
-            longest_nap_s=self._nap_s,
+            longest_nap_s=self.longest_nap_us * 1e-6,
         )
 
     def gather(self, data: bytes) -> list[bytes] | None:

@@ -6,7 +6,7 @@ Messages are raw bytes of at most one segment, so MPI's counts never overflow an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from hvdlite import _native
 from hvdlite.collectives import algorithms
@@ -14,6 +14,7 @@ from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.adder import Adder
 from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Completion
 from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
+from hvdlite.collectives.bound_pipeline import BoundPipeline
 from hvdlite.collectives.pipeline import Pipeline
 from hvdlite.collectives.requests import Endpoint
 from hvdlite.collectives.schedule import WINDOW, Schedule, scaling
@@ -25,6 +26,13 @@ from hvdlite.memory.base import Memory, Region
 from hvdlite.memory.layout import ALIGNMENT, Range
 from hvdlite.memory.views import Buffer
 from hvdlite.recorder import Lane, Recorder
+
+_LANES = {
+    "allreduce": Lane.RING,
+    "reduce_scatter": Lane.RING,
+    "allgather": Lane.ALLGATHER,
+    "broadcast": Lane.BROADCAST,
+}
 
 
 class RingBackend(AcrossNodes):
@@ -84,24 +92,13 @@ class RingBackend(AcrossNodes):
         """By the algorithm that ``limits`` give; 16-bit floats are rounded after every addition."""
         if self.size == 1:
             return self._scale(buf, reduction)
-        call = (buf.address, buf.numel, buf.dtype, reduction)
-        bound = self._bound.get(call)
-        if bound is not None:
-            self._in_flight.wait()
-            with self._span(Lane.RING, buf.nbytes, buf.dtype, label):
-                bound.run("allreduce", label, buf.owner, self._scratch)
-            return DONE
-        schedule = self._schedule(buf, reduction)
-        completion = self._begin(schedule, Lane.RING, "allreduce", buf, label)
-        if self._adder.is_immediate:
-            self._bound.called(call, schedule, buf)
-        return completion
+        return self._perform("allreduce", buf, reduction, lambda: self._schedule(buf, reduction), label)
 
     def bound_allreduce(self, buf: Buffer, reduction: Reduction) -> BoundSchedule:
         """What `begin_allreduce` begins, which is called after everything else has come to its end."""
         assert self._adder.is_immediate
         self._in_flight.wait()
-        call = (buf.address, buf.numel, buf.dtype, reduction)
+        call = _call("allreduce", buf, reduction)
         return self._bound.get(call) or self._bound.bind(call, self._schedule(buf, reduction), buf)
 
     def begin_allreduce(
@@ -139,10 +136,15 @@ class RingBackend(AcrossNodes):
         assert len(blocks) == self.size, (len(blocks), self.size)
         if self.size == 1:
             return self._scale(buf, reduction)
-        itemsize = buf.dtype.itemsize
-        algorithm = self._limits.algorithm(_total(blocks) * itemsize)
-        schedule = algorithms.reduce_scatter(algorithm, blocks, self.rank, self._message_bytes // itemsize, reduction)
-        return self._begin(schedule, Lane.RING, "reduce_scatter", buf, label)
+        piece_numel = self._message_bytes // buf.dtype.itemsize
+        algorithm = self._limits.algorithm(_total(blocks) * buf.dtype.itemsize)
+        return self._perform(
+            "reduce_scatter",
+            buf,
+            (_hashable(blocks), reduction),
+            lambda: algorithms.reduce_scatter(algorithm, blocks, self.rank, piece_numel, reduction),
+            label,
+        )
 
     def allgather(
         self, buf: Buffer, blocks: Sequence[Sequence[Range]], *, closes: bool = False, label: str = ""
@@ -155,15 +157,22 @@ class RingBackend(AcrossNodes):
         itemsize = buf.dtype.itemsize
         largest = max(_total([ranges]) for ranges in blocks)
         algorithm = self._limits.algorithm(largest * itemsize * self.size)
-        schedule = algorithms.allgather(algorithm, blocks, self.rank, self._message_bytes // itemsize)
-        return self._begin(schedule, Lane.ALLGATHER, "allgather", buf, label)
+        return self._perform(
+            "allgather",
+            buf,
+            _hashable(blocks),
+            lambda: algorithms.allgather(algorithm, blocks, self.rank, self._message_bytes // itemsize),
+            label,
+        )
 
     def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         """Down a binomial tree, log2(n) steps; what is large, along a pipelined chain: nbytes per rank."""
         is_small = buf.nbytes <= self._limits.tree_bytes
         make = algorithms.tree_broadcast if is_small else algorithms.chain_broadcast
-        schedule = make(buf.numel, root, self.rank, self.size, self._message_bytes // buf.dtype.itemsize)
-        return self._begin(schedule, Lane.BROADCAST, "broadcast", buf, label)
+        piece_numel = self._message_bytes // buf.dtype.itemsize
+        return self._perform(
+            "broadcast", buf, root, lambda: make(buf.numel, root, self.rank, self.size, piece_numel), label
+        )
 
     def barrier(self) -> None:
         """Dissemination: log2(n) rounds (Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320)."""
@@ -190,9 +199,30 @@ class RingBackend(AcrossNodes):
         self._adder.end()
         return DONE
 
-    def _begin(self, schedule: Schedule, lane: Lane, operation: str, buf: Buffer, label: str) -> Completion:
+    def _perform(
+        self, operation: str, buf: Buffer, details: Hashable, make: Callable[[], Schedule], label: str
+    ) -> Completion:
+        """``operation`` as ``make`` schedules it, which is the same whenever ``details`` and memory are.
+
+        By what is bound of it, from the third time on.
+        """
         self._in_flight.wait()  # it has the scratch memory
-        self._in_flight = _InFlight(self, schedule, lane, operation, buf, label)
+        call = _call(operation, buf, details)
+        bound = self._bound.get(call)
+        if bound is not None:
+            with self._span(_LANES[operation], buf.nbytes, buf.dtype, label):
+                bound.run(operation, label, buf.owner, self._scratch)
+            return DONE
+        pipeline = self._bound.pipeline(call)
+        if pipeline is not None:
+            self._in_flight = _InFlight(self, pipeline, operation, buf, label)
+            return self._in_flight
+        schedule = make()
+        scratch = self._scratch.address
+        unbound = Pipeline(schedule, buf, self.endpoint, self._adder, scratch, self._message_bytes)
+        self._in_flight = _InFlight(self, unbound, operation, buf, label)
+        if self._adder.is_immediate:
+            self._bound.called(call, schedule, buf)
         return self._in_flight
 
 
@@ -200,18 +230,21 @@ class _InFlight(Completion):
     """An operation of ``ring`` of which the first messages are on their way."""
 
     def __init__(
-        self, ring: RingBackend, schedule: Schedule, lane: Lane, operation: str, buf: Buffer, label: str
+        self,
+        ring: RingBackend,
+        pipeline: Pipeline | BoundPipeline,
+        operation: str,
+        buf: Buffer,
+        label: str,
     ) -> None:
         self._endpoint = ring.endpoint
         self._adder = ring._adder
         self._recorder = ring.recorder
-        self._lane, self._label = lane, label
+        self._lane, self._label = _LANES[operation], label
         self._buf, self._scratch = buf, ring._scratch
         self._began_ns = time.monotonic_ns()
         self._is_over = False
-        self._pipeline = Pipeline(
-            schedule, buf, self._endpoint, self._adder, self._scratch.address, ring._message_bytes
-        )
+        self._pipeline = pipeline
         self._endpoint.begin(operation, label)
         self._attempt(self._pipeline.start)
 
@@ -232,7 +265,15 @@ class _InFlight(Completion):
                 work()
             except BaseException as error:
                 self._is_over = True
-                self._endpoint.fail(error, (), self._buf.owner, self._scratch)
+                self._endpoint.fail(error, self._pipeline.receives, self._pipeline, self._buf.owner, self._scratch)
+
+
+def _call(operation: str, buf: Buffer, details: Hashable) -> Hashable:
+    return operation, buf.address, buf.numel, buf.dtype, details
+
+
+def _hashable(blocks: Sequence[Sequence[Range]]) -> Hashable:
+    return tuple(map(tuple, blocks))
 
 
 def _total(blocks: Sequence[Sequence[Range]]) -> int:

@@ -120,6 +120,23 @@ MUTANTS = [
     ),
     Mutant("csrc/messages/bound_messages.cpp", "  wait_ = 0;\n", "", _MESSAGES),
     Mutant("csrc/messages/bound_messages.cpp", "if (error_ != 0) return false;", "", _MESSAGES),
+    Mutant("csrc/messages/bound_pipeline.cpp", "sent_ = left_ = posted_ = taken_ = 0;", "sent_ = 0;", _MESSAGES),
+    Mutant(
+        "csrc/messages/bound_pipeline.cpp", " || !have_left(receive.after)) return false;", ") return false;", _MESSAGES
+    ),
+    Mutant(
+        "csrc/messages/bound_pipeline.cpp",
+        "if (!receive.has_slot && !have_left(receive.after)) break;",
+        "",
+        _MESSAGES,
+    ),
+    Mutant(
+        "csrc/messages/bound_pipeline.cpp",
+        "if (sent_ + 1 > window_ && !have_left(sent_ + 1 - window_)) break;",
+        "",
+        _MESSAGES,
+    ),
+    Mutant("csrc/messages/bound_pipeline.cpp", " && have_left(sent_);", ";", _MESSAGES),
     Mutant("csrc/waiting/polite_look.h", "while (now < end && now >= from_) {", "while (now < end) {", _MESSAGES),
     Mutant(
         "csrc/messages/early_turns.h",

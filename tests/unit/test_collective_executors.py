@@ -7,11 +7,12 @@ import itertools
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import pytest
 
+from hvdlite import _native
 from hvdlite.collectives import algorithms
 from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.algorithms import Algorithm
@@ -22,6 +23,7 @@ from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, Reduction
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.memory.views import Buffer
+from mpi_lab import Mpi
 from thread_comm import ThreadComm, on_ranks
 
 SEGMENT = 2 * ALIGNMENT
@@ -52,13 +54,34 @@ class Request:
         assert not self.is_active
 
 
+class OfRequests(Mpi):
+    """MPI's functions of requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: list[Request] = []
+
+    def number_of(self, request: Request) -> int:
+        self._requests.append(request)
+        return len(self._requests)
+
+    def start(self, request: int) -> None:
+        self._requests[request - 1].Start()
+
+    def test(self, request: int) -> bool:
+        return self._requests[request - 1].Test()
+
+
 class FakeEndpoint:
-    """What schedules need of `hvdlite.collectives.requests.Endpoint`."""
+    """What schedules need of `hvdlite.collectives.requests.Endpoint`; native code gets requests by number."""
 
-    functions = None
+    longest_nap_us = 1
 
-    def __init__(self, network: Network, rank: int) -> None:
+    def __init__(self, network: Network, rank: int, *, has_functions: bool = False) -> None:
         self.traffic = Traffic()
+        self.polite_look = _native.PoliteLook(1, 1000, 0)
+        self._mpi = OfRequests()
+        self.functions = self._mpi.functions if has_functions else None
         self._network, self._rank = network, rank
         self._leaving: deque[Request] = deque()
         self._waiting: defaultdict[int, deque[Request]] = defaultdict(deque)  # by source, in the order of messages
@@ -86,6 +109,9 @@ class FakeEndpoint:
 
     def bind_receive(self, address: int, nbytes: int, source: int) -> Request:
         return Request(self, address, nbytes, source, sends=False)
+
+    def address_of(self, request: Request) -> int:
+        return self._mpi.number_of(request)
 
     def send(self, address: int, nbytes: int, to: int) -> Request:
         self.traffic.sent(nbytes)
@@ -118,16 +144,32 @@ def contribution(rank: int, numel: int, salt: int) -> np.ndarray:
     return (np.arange(numel) * 7 + rank * 3 + salt) % 5 + 1
 
 
+def execute(
+    schedule: Schedule, buf: Buffer, endpoint: FakeEndpoint, bound: BoundSchedules, scratch: int, call: Hashable
+) -> None:
+    """As a ring does: by what is bound, if anything is."""
+    short, long = bound.get(call), bound.pipeline(call)
+    if short is not None:
+        short.run("operation", "")
+        return
+    pipeline = long or Pipeline(schedule, buf, endpoint, HostAdder(), scratch, SEGMENT)  # type: ignore[arg-type]
+    pipeline.start()
+    pipeline.finish()
+    if long is None:
+        bound.called(call, schedule, buf)
+
+
 @pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
 @pytest.mark.parametrize("size", range(2, 10))
-def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
-    """Each three times, of which the third is bound where it is short; scales of their own tell what was scaled."""
+@pytest.mark.parametrize("has_functions", [False, True], ids=["python", "native"])
+def test_allreduces_of_every_size(algorithm: Algorithm, size: int, has_functions: bool) -> None:
+    """Each three times, of which the third is bound where that may be; scales of their own tell what was scaled."""
     network: Network = defaultdict(deque)
     dtype = DType.INT64
     per_line = ALIGNMENT // dtype.itemsize
 
     def work(comm: ThreadComm) -> list[str]:
-        endpoint = FakeEndpoint(network, comm.rank)
+        endpoint = FakeEndpoint(network, comm.rank, has_functions=has_functions)
         memory = np.zeros(20 * size * per_line, np.int64)
         scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
         bound = BoundSchedules(endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
@@ -138,23 +180,67 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
             reduction = Reduction(prescale=3.0, postscale=5.0)
             schedule = algorithms.allreduce(algorithm, numel, dtype.itemsize, comm.rank, size, SEGMENT, reduction)
             before = Traffic(*counts(endpoint.traffic))
-            again = bound.get(numel)
-            if again is None:
-                address = scratch.ctypes.data
-                execution = Pipeline(schedule, buf, endpoint, HostAdder(), address, SEGMENT)  # type: ignore[arg-type]
-                execution.start()
-                execution.finish()
-                bound.called(numel, schedule, buf)
-            else:
-                again.run("allreduce", "")
+            again, pipeline = bound.get(numel), bound.pipeline(numel)
+            execute(schedule, buf, endpoint, bound, scratch.ctypes.data, numel)
             expected = 15 * sum(contribution(rank, numel, salt) for rank in range(size))
             if not np.array_equal(memory[:numel], expected):
                 problems.append(f"wrong sum of {numel}, time {salt}")
-            if (again is not None) != (salt == 2 and BoundSchedule.fits(schedule)):
-                problems.append(f"{numel}, time {salt}: bound is {again}")
+            fits = BoundSchedule.fits(schedule)
+            if (again is not None, pipeline is not None) != (
+                salt == 2 and fits,
+                salt == 2 and not fits and has_functions,
+            ):
+                problems.append(f"{numel}, time {salt}: bound are {again} and {pipeline}")
             moved = [now - then for now, then in zip(counts(endpoint.traffic), counts(before), strict=True)]
             if moved != scheduled(schedule, dtype.itemsize):
                 problems.append(f"{numel}, time {salt}: counted {moved}")
+        bound.close()
+        return problems
+
+    assert [problem for problems in on_ranks(size, work) for problem in problems] == []
+
+
+@pytest.mark.parametrize("has_functions", [False, True], ids=["python", "native"])
+@pytest.mark.parametrize("per_rank", [1, 50], ids=["short", "long"])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_what_else_comes_again(size: int, per_rank: int, has_functions: bool) -> None:
+    """Reductions to one rank each, gathers and broadcasts, as they are and bound."""
+    network: Network = defaultdict(deque)
+    block = per_rank * SEGMENT // 8
+    blocks = [[(rank * block, (rank + 1) * block)] for rank in range(size)]
+
+    def work(comm: ThreadComm) -> list[str]:
+        endpoint = FakeEndpoint(network, comm.rank, has_functions=has_functions)
+        memory = np.zeros(size * block, np.int64)
+        scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
+        bound = BoundSchedules(endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+        buf = Buffer.of_numpy(memory)
+        own = slice(comm.rank * block, (comm.rank + 1) * block)
+        ring, piece = Algorithm.RING, SEGMENT // 8
+        schedules = {
+            "reduce_scatter": algorithms.reduce_scatter(ring, blocks, comm.rank, piece),
+            "allgather": algorithms.allgather(ring, blocks, comm.rank, piece),
+            "halving": algorithms.reduce_scatter(Algorithm.HALVING, blocks, comm.rank, piece),
+            "doubling": algorithms.allgather(Algorithm.DOUBLING, blocks, comm.rank, piece),
+            "chain": algorithms.chain_broadcast(size * block, 1, comm.rank, size, piece),
+            "tree": algorithms.tree_broadcast(size * block, 1, comm.rank, size, piece),
+        }
+        problems = []
+        for salt, (name, schedule) in itertools.product(range(4), schedules.items()):
+            of_all = [contribution(rank, size * block, salt) for rank in range(size)]
+            memory[:] = of_all[comm.rank]
+            execute(schedule, buf, endpoint, bound, scratch.ctypes.data, name)
+            if name in ("reduce_scatter", "halving"):
+                is_right = np.array_equal(memory[own], np.sum(of_all, axis=0)[own])
+            elif name in ("chain", "tree"):
+                is_right = np.array_equal(memory, of_all[1])
+            else:
+                parts = [values[start:stop] for values, ((start, stop),) in zip(of_all, blocks, strict=True)]
+                is_right = np.array_equal(memory, np.concatenate(parts))
+            if not is_right:
+                problems.append(f"{name}, time {salt}")
+        if has_functions and not all(bound.get(name) or bound.pipeline(name) for name in schedules):
+            problems.append("not all is bound")
         bound.close()
         return problems
 

@@ -1,4 +1,4 @@
-"""_native's PoliteLook, BoundMessages and EarlyAllreduce, with an MPI whose functions are Python's."""
+"""_native's PoliteLook, BoundMessages, BoundPipeline and EarlyAllreduce, with an MPI whose functions are Python's."""
 
 from __future__ import annotations
 
@@ -69,6 +69,61 @@ def test_an_error_of_mpi(mpi: Mpi, call: tuple[str, int]) -> None:
 
 def test_nothing_to_do(mpi: Mpi) -> None:
     assert mpi.messages().start() == DONE
+
+
+def pipeline(mpi: Mpi, sends: Any = (), receives: Any = (), first: Any = ()) -> _native.BoundPipeline:
+    """With a window of two."""
+    return _native.BoundPipeline(*mpi.functions, first, sends, receives, 2)
+
+
+def work(pipeline: _native.BoundPipeline) -> int:
+    """For so long that it looks at every message."""
+    return pipeline.work(_native.PoliteLook(0, LONG_US, 0), 1000, 100)
+
+
+def started(mpi: Mpi) -> list[int]:
+    return [request for what, request in mpi.calls if what == "start"]
+
+
+def test_a_pipeline_sends_and_receives_within_its_window(mpi: Mpi) -> None:
+    """What goes into a slot is received ahead, and what goes into its place once what was there has left."""
+    sums, arrived = floats(1, 2), floats(10, 20)
+    sends = [(1, 7, 0), (2, 7, 0), (3, 8, 1)]
+    receives = [(11, 5, 1, True, [addition(sums, arrived)]), (12, 5, 1, False, []), (13, 6, 0, True, [])]
+    long = pipeline(mpi, sends, receives, [addition(sums, sums)])
+    assert long.start() == WAITING
+    assert (started(mpi), list(sums), long.peer, long.moved) == ([1, 2, 11], [2, 4], 5, 0)
+    mpi.done = {11}
+    assert work(long) == WAITING
+    assert (started(mpi), list(sums), long.moved) == ([1, 2, 11], [2, 4], 0)  # what it is added to has not left
+    mpi.done = {11, 1}
+    assert work(long) == WAITING
+    assert (started(mpi), list(sums)) == ([1, 2, 11, 12, 3, 13], [12, 24])
+    mpi.done = {11, 1, 12}
+    assert work(long) == WAITING
+    assert (long.peer, long.moved) == (6, 3)
+    mpi.done = {11, 1, 12, 13}
+    assert work(long) == WAITING
+    assert (long.peer, long.moved) == (8, 4)  # all is there; the last sends have not left
+    mpi.done = {11, 1, 12, 13, 2, 3}
+    assert work(long) == DONE
+    mpi.calls.clear()
+    assert long.start() == DONE  # again, from the beginning
+    assert started(mpi) == [1, 2, 11, 12, 3, 13] and list(sums) == [34, 68]
+
+
+@pytest.mark.parametrize("call", [("start", 1), ("start", 11), ("test", 11), ("test", 1)])
+def test_an_error_in_a_pipeline(mpi: Mpi, call: tuple[str, int]) -> None:
+    mpi.errors = {call: 15}
+    mpi.done = {11}
+    long = pipeline(mpi, [(1, 0, 0)], [(11, 0, 0, True, [])])
+    assert long.start() == FAILED
+    assert long.error == 15
+    assert mpi.calls[-1] == call
+
+
+def test_a_pipeline_of_nothing(mpi: Mpi) -> None:
+    assert pipeline(mpi).start() == DONE
 
 
 def test_a_look_goes_on_until_all_is_done(mpi: Mpi) -> None:

@@ -1,0 +1,74 @@
+"""A long schedule bound to its memory: what a `Pipeline` does, without Python.
+
+Between two pieces Python would need the interpreter, which a main thread that is busy in it gives back every 5 ms only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdlite import _native
+from hvdlite.collectives.bound_requests import BoundRequests, is_done, slot
+from hvdlite.collectives.schedule import WINDOW, Schedule, additions, first_scale
+from hvdlite.memory.views import Buffer
+from hvdlite.naps import FIRST_NAP_S
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.requests import Endpoint
+
+_TURN_US = 50_000  # in native code, before Python looks at whether the job has failed
+
+
+class BoundPipeline:
+    """The execution of ``schedule`` on the memory of ``buf``, again and again; `Endpoint.functions` are known.
+
+    Args:
+        scratch: as of `BoundRequests`, used from `start` until `finish` has returned.
+
+    Attributes:
+        receives: requests that are not awaited any more once it has failed.
+    """
+
+    def __init__(self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
+        assert endpoint.functions is not None
+        self._endpoint = endpoint
+        self._requests = BoundRequests(schedule, buf, endpoint, scratch, slot_bytes)
+        self._native = _native.BoundPipeline(
+            *endpoint.functions,
+            first_scale(schedule, buf),
+            [
+                (endpoint.address_of(request), piece.to, piece.after)
+                for request, piece in zip(self._requests.sends, schedule.outgoing, strict=True)
+            ],
+            [
+                (
+                    endpoint.address_of(request),
+                    piece.source,
+                    piece.after,
+                    piece.fold is not None,
+                    additions(piece, buf, slot(scratch, index, slot_bytes)),
+                )
+                for index, (request, piece) in enumerate(zip(self._requests.receives, schedule.arriving, strict=True))
+            ],
+            WINDOW,
+        )
+        self.receives = self._requests.receives
+
+    def start(self) -> None:
+        """Put the first pieces on their way. Raises MPI.Exception."""
+        is_done(self._native.start(), self._native)
+
+    def finish(self) -> None:
+        """Return once all is done. Raises like `Endpoint.until`."""
+        while not self._work():
+            moved, peer = self._native.moved, self._native.peer
+            self._endpoint.until(lambda: self._work() or self._native.moved != moved, peer, FIRST_NAP_S)  # noqa: B023 (called here)
+        self._requests.count_done(1)
+
+    def _work(self) -> bool:
+        progress = self._native.work(self._endpoint.polite_look, _TURN_US, self._endpoint.longest_nap_us)
+        return is_done(progress, self._native)
+
+    def close(self) -> None:
+        """Give the requests back to MPI."""
+        self._requests.free()
