@@ -6,7 +6,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer, and for aarch64 under qemu; skipped where GCC or Debian
            has none; only if asked for by name
-  fuzz     every parser of bytes from elsewhere, 2 s each by Atheris, which it installs; only if asked for by name
+  fuzz     every parser of bytes from elsewhere by Atheris, which it installs: 2 s each, and 20 s those whose turn it is
+           (tests/README.md); only if asked for by name
   mpi      under mpirun with 1 to 4 ranks on Open MPI and 2 on MPICH, unless --ranks chooses them; what lies above
            MPI on Open MPI only, whose ranks sleep where there are more of them than cores, unless --mpi chooses one;
            with --mpi for it, on Intel MPI too, with 2, where others run what calls MPI only; and what depends on

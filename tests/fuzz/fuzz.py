@@ -1,7 +1,7 @@
 """Looks for bytes that targets of targets.py raise for: python3 tests/fuzz/fuzz.py TARGET[,...] [SECONDS] [DIRECTORY]
 
-SECONDS are those of each. Needs Atheris (pip install '.[fuzz]'). What is found is written to DIRECTORY/TARGET, and
-becomes a file of cases/TARGET once it is understood.
+SECONDS are those of each TARGET, which may have its own, as in decoder:20. Needs Atheris (pip install '.[fuzz]'). What
+is found is written to DIRECTORY/TARGET, and becomes a file of cases/TARGET once it is understood.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def main() -> int:
     seconds = rest[0] if rest else "60"
     directory = Path(rest[1] if len(rest) > 1 else tempfile.mkdtemp(prefix="hvdlite-fuzz-"))
     status = 0
-    for name in names.split(","):
+    for word in names.split(","):
+        name, _, own_seconds = word.partition(":")
         # libFuzzer ends its process. Python code that is instrumented is imported once for all.
         child = os.fork()
         if child == 0:
-            fuzz(name, seconds, directory / name)
+            fuzz(name, own_seconds or seconds, directory / name)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended:
             print(f"{name}: ended with {ended}; see {directory / name}", file=sys.stderr)
