@@ -14,7 +14,11 @@ from lab import Lab
 
 Hosts = Callable[..., Lab]
 
-START = "import hvdlite\nhvdlite.init()\nprint('started')\n"
+START = """
+import hvdlite
+hvdlite.init()
+print("started, and watches", sorted(hvdlite.runtime()._links._rates._hosts.values()))
+"""
 
 # Rank 0 says by a file that links have been busy for a while, and by another how long that has to go on.
 TRAIN = """
@@ -47,7 +51,9 @@ def test_a_slow_link_at_the_start(hosts: Hosts) -> None:
     slow = "tc qdisc change dev host2 root tbf rate 20mbit burst 64kb latency 400ms".split()  # what it receives
     assert lab.run(0, *hub, *slow).returncode == 0
     result = lab.launch(START, ranks_per_host=[1, 1, 1, 1]).check()
-    assert result.stdout.count("started") == 4
+    names = [f"node{host}" for host in range(4)]
+    watched = [f"started, and watches {[other for other in names if other != name]}" for name in names]
+    assert sorted(result.stdout.splitlines()) == sorted(watched), result
     said = [line for line in result.stderr.splitlines() if "the link from" in line]
     assert len(said) == 1, result
     assert re.search(r"hvdlite \[0\] WARNING: the link from node0 to node2 carries 0\.0[12]\d* Gbit/s", said[0]), result

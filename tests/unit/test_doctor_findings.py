@@ -107,6 +107,9 @@ def assign(told: list[dict[str, Any]], wanted: Sequence[int], *path: Any) -> Non
             Severity.PROBLEM,
             "node1: 1 MiB are free in /dev/shm, and MPI",
         ),
+        ([0], ("limits", "processes", 50), Severity.PROBLEM, "rank 0: only 50 processes and threads may run: `ulimit"),
+        ([3], ("mpi", "library", "MPICH 4.2"), Severity.PROBLEM, "MPI differs: "),
+        ([3], ("native", "instruction set", "baseline"), Severity.NOTE, "the instruction set differs: "),
         ([1], ("machine", "memory limit bytes", 100 << 20), Severity.PROBLEM, "rank 1: 100 MiB of memory are left"),
         (
             [1],
