@@ -259,6 +259,17 @@ class Recorder:
         self.said += data
 
 
+def test_a_message_that_is_sent_again_in_its_own_connection_is_refused() -> None:
+    recorder, (own, other) = Recorder(), socket.socketpair()
+    with own, other:
+        remote_call._Messages(recorder, bytes(32), remote_call._CALLER).send(b"an outcome")
+        messages = remote_call._Messages(own, bytes(32), remote_call._HOST)
+        other.sendall(recorder.said * 2)
+        assert messages.receive() == b"an outcome"
+        with pytest.raises(ConnectionError, match="not a message of this job"):
+            messages.receive()
+
+
 def test_it_listens_at_the_addresses_it_tells_and_no_others() -> None:
     server = CallServer(b"", ["127.0.0.1", "192.0.2.1"])  # the second is nobody's (RFC 5737)
     port, _, address = server.environment[CALL_ADDRESS].partition("/")
