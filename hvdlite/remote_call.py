@@ -251,6 +251,7 @@ def _connect(where: str, key: bytes, rank: int) -> tuple[socket.socket, _Message
     if where.startswith("@"):
         link = connect_unix(where[1:], PATIENCE_S)
         if not is_ours(link):
+            link.close()
             raise StartupError("hvdlite.run: another user listens where the calling process should")
         return _proven(link, key, rank)
     places = [place.partition("/") for place in where.split(",")]

@@ -272,7 +272,7 @@ def test_what_was_recorded_of_a_rank_proves_nothing(group: Group) -> None:
 
 
 def test_another_user_of_the_machine_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one that knows the key; and a rank says nothing to a socket of another user."""
+    """Even one that knows the key."""
     group = Group(is_near=True)
     group.begin()
     monkeypatch.setattr("os.geteuid", lambda: 12345)  # so both ends belong to another user

@@ -1,4 +1,4 @@
-"""Connections to unix sockets whose queues others fill: who blocks is taken in turn, and not for ever."""
+"""Connections to unix sockets: of another user, or whose queues others fill, where who blocks is taken in turn."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 
+from hvdlite import node, remote_call
+from hvdlite.errors import StartupError
+from hvdlite.links.dial import first_that_proves_itself
+from hvdlite.links.proof import Secret
 from hvdlite.links.wire import connect_unix
+from hvdlite.start import meeting_point
+
+KEY = bytes(32)
 
 
 @pytest.fixture
@@ -79,3 +86,25 @@ def test_the_limit_is_not_of_what_is_sent_later(listener: socket.socket) -> None
     reader.join()
     link.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda name: node._connect(node.Door(f"\0{name}", KEY), node._CLAIM.pack(1, 0), time.monotonic() + 20),
+        lambda name: first_that_proves_itself([f"\0{name}"], Secret(KEY, b"", 0), b"", time.monotonic() + 20),
+        lambda name: remote_call._connect(f"@{name}", KEY, 0),
+        lambda name: meeting_point.connect(f"{name}:{KEY.hex()}"),
+    ],
+    ids=["a rank to its node", "a rank to a process group", "hvdlite.run", "a rank to hvdliterun and keepers"],
+)
+def test_not_a_word_is_said_to_a_socket_of_another_user(
+    call: Callable[[str], object], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)  # so the listener belongs to another user
+    with suppress(OSError, StartupError):
+        assert call(listener.getsockname()[1:].decode()) is None
+    stranger, _ = listener.accept()
+    with stranger:
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""
