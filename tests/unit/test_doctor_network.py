@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 
 import pytest
 
+import hvdlite.doctor.station
 from hvdlite.config import DOCTOR
 from hvdlite.doctor import before_mpi
 from hvdlite.doctor.links import NOBODY, Address, Door, Try, mtu_of
@@ -34,6 +36,21 @@ def test_all_figures(station: Station) -> None:
     assert link.gbit_per_s is not None and link.gbit_per_s > 0
     assert link.clock_offset_s is not None and abs(link.clock_offset_s) < 1
     assert (link.mtu, link.frame_bytes, link.is_stalled) == (1500, 1500, False)
+
+
+def test_a_clock_that_is_ahead_and_large_frames_that_are_lost(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=lambda: time.time() + 100, monotonic=time.monotonic, perf_counter=time.perf_counter)
+    monkeypatch.setattr(hvdlite.doctor.station, "time", clock)
+    monkeypatch.setattr(
+        hvdlite.doctor.station,
+        "answer_to",
+        lambda key, nonce, nbytes: answer_to(key, nonce, nbytes if nbytes + 28 <= 1420 else 0),
+    )
+    link = measure(0, 1, station.door, station.door)
+    assert link.clock_offset_s is not None and 99 < link.clock_offset_s < 101
+    assert (link.mtu, link.frame_bytes, link.is_stalled) == (1500, 1400, False)
 
 
 def test_each_interface_is_measured_once() -> None:
