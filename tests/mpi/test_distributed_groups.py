@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,24 @@ def test_groups_that_only_their_ranks_make() -> None:
             tensor = torch.full((3,), RANK)
             dist.all_reduce(tensor, group=group)
             assert tensor[0] == sum(ranks)
+
+
+def listening() -> set[str]:
+    """Where this process does, by TCP: addresses and ports, as the kernel writes them."""
+    own = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the directory
+            own.add(os.readlink(f"/proc/self/fd/{entry}"))
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()]
+    return {words[1] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in own}
+
+
+def test_the_store_of_a_group_on_one_machine_is_at_its_loopback() -> None:
+    before = listening()
+    with process_group():
+        new = listening() - before
+        dist.barrier()
+    assert [place.partition(":")[0] for place in new] == ["0100007F"] * (RANK == 0 and SIZE > 1)
 
 
 @pytest.mark.skipif(SIZE < 3, reason="groups of two sizes")

@@ -351,6 +351,16 @@ def test_a_link_at_a_name_that_is_known_beforehand_is_not_followed(tmp_path: Pat
     assert treasure.read_text() == "mine"
 
 
+def test_a_link_that_is_there_again_once_it_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_text("mine")
+    (tmp_path / "trace.json.tmp").symlink_to(treasure)
+    monkeypatch.setattr(os, "unlink", lambda path: None)
+    with pytest.raises(FileExistsError):
+        TraceFile(str(tmp_path / "trace.json"), 7).open(INTRODUCTION)
+    assert treasure.read_text() == "mine"
+
+
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     """As of /dev/null and /dev/stdout, which root could; a pipe is no more of a file than they are."""
     pipe = tmp_path / "pipe"
