@@ -32,7 +32,8 @@ OF_INTEREST = [
     ),
     *("hvdlite.liveness.sentinel_messages", "hvdlite.recovery.keeper", "hvdlite.recovery.second_copy", "hvdlite.plain"),
     *("hvdlite.cli.allocation", "hvdlite.cli.discovery", "hvdlite.cli.horovodrun", "hvdlite.cli.keepers"),
-    *("hvdlite.cli.rank_words", "hvdlite.distributed.links", "hvdlite.distributed.doors", "hvdlite.distributed.call"),
+    *("hvdlite.cli.rank_notices", "hvdlite.cli.rank_words"),
+    *("hvdlite.distributed.links", "hvdlite.distributed.doors", "hvdlite.distributed.call"),
     *(
         "hvdlite.doctor.station",
         "hvdlite.doctor.network",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -13,14 +14,17 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from unittest import mock
 
-from fuzzed import KEY, Fuzzed, answers_to, said_to
+from fuzzed import KEY, Fuzzed, answers_to, parts, said_to
 from hvdlite import plain, remote_call
 from hvdlite.cli.keepers import Keepers, _Keeper as KeeperOfHost
+from hvdlite.cli.rank_notices import RankNotices
 from hvdlite.cli.rank_words import RankWords
+from hvdlite.config import NOTICES
 from hvdlite.doctor import network, station as doctor
 from hvdlite.doctor.links import Address
 from hvdlite.doctor.station import Station
 from hvdlite.errors import StartupError
+from hvdlite.liveness.notice import NAME, RANK, Notice
 from hvdlite.recovery.keeper import MESSAGE, OF_RANKS, Keeper, Word
 from hvdlite.recovery.membership import Membership
 from hvdlite.recovery.roster import Generation, Join
@@ -32,6 +36,8 @@ from hvdlite.start.meeting_point import MeetingPoint, Visit
 
 ASKED = (Word.FETCH, Word.NEWS, Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.STARTING, Word.STARTED, Word.FETCH)
 MOST_ANSWERS = 64  # for more a unix socket may have no room
+MOST_DATAGRAMS = 8  # likewise
+ENDS = bytes([Notice.ENDS])
 LOOPBACK = Address("lo", "127.0.0.1", 65536)
 
 
@@ -163,6 +169,17 @@ def met(data: bytes) -> None:
         assert member.rank >= 0
 
 
+def notices(data: bytes) -> None:
+    """Whatever processes of this user say; the rank that has failed is the first one that is named so."""
+    said = [b"", *itertools.islice(parts(data), MOST_DATAGRAMS)]
+    with closing(RankNotices(1.0)) as heard, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+        for piece in said:
+            link.sendto(piece, NAME + heard.environment[NOTICES].encode())
+        assert not heard.are_late
+    named = [RANK.unpack_from(piece, 1)[0] for piece in said if piece[:1] == ENDS and len(piece) > RANK.size]
+    assert heard.failed == next(iter(named), None)
+
+
 class _LocalLink(socket.socket):
     """A unix socket that takes options of TCP."""
 
@@ -221,6 +238,7 @@ TARGETS = {
     "keepers": Fuzzed(keepers, [b"".join(MESSAGE.pack(word, 3) for word in (Word.HOLDS, *OF_RANKS, Word.TAKE))]),
     "safekeeping": Fuzzed(safekeeping, [MESSAGE.pack(word, 1) for word in (Word.HOLDS, Word.NEWS, Word.CLAIM)]),
     "second_copy": Fuzzed(second_copy, [struct.pack("<QQ3sQQQQ", 5, 3, b"abc", 0, 0, 4, 1 << 40)]),
+    "notices": Fuzzed(notices, [ENDS + RANK.pack(3) + bytes([Notice.STARTING, Notice.STARTED])]),
     "meeting": Fuzzed(meeting, [b"\n".join(map(plain.dumps, _VISITS)), plain.dumps(Join(3, failed=1))]),
     "met": Fuzzed(met, [struct.pack("<Q", 1) + b"a", plain.dumps(([b"data"], "")), *map(plain.dumps, _JOINED)]),
     "station": Fuzzed(station, [b"ppp", b"ppd", b"ps" + bytes(100), b"f"]),
