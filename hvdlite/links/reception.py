@@ -1,7 +1,7 @@
 """Hears those who connect to the listening sockets of a process, side by side, and keeps those that belong to its job.
 
 A stranger can do no more than to come: it has `PATIENCE_S` to prove that it knows the key, of more than `MOST_UNPROVEN`
-the oldest are hung up on, and where the process is short of descriptors new ones wait outside.
+the oldest from where most come are hung up on, and where the process is short of descriptors new ones wait outside.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from hvdlite.errors import StartupError
 from hvdlite.links.proof import Host, Secret
@@ -50,6 +52,14 @@ def listen_at(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
     return sockets
 
 
+class _Guest(NamedTuple):
+    """Who has come, and has not proven itself yet, from ``address``; it is hung up on at ``until_s``."""
+
+    host: Host
+    until_s: float
+    address: str
+
+
 class Hearing:
     """Takes connections for whoever calls `serve`: when this, as an open file, can be read, and at `due_s`.
 
@@ -62,7 +72,7 @@ class Hearing:
         self._listeners = listeners
         self._secret = secret
         self._admit = admit
-        self._guests: dict[socket.socket, tuple[Host, float]] = {}  # the oldest first; until when each may take
+        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
         self._resume_s = math.inf  # when connections are taken again after a shortage
         self._selector = selectors.EpollSelector()
         for listener in listeners:
@@ -77,7 +87,7 @@ class Hearing:
         """When there is something to do, even if nobody comes."""
         if not self._guests:
             return self._resume_s
-        return min(self._resume_s, next(iter(self._guests.values()))[1])
+        return min(self._resume_s, next(iter(self._guests.values())).until_s)
 
     def serve(self) -> None:
         """Do what there is to do."""
@@ -87,7 +97,7 @@ class Hearing:
             elif key.fileobj in self._listeners:
                 self._take(key.fileobj)  # type: ignore[arg-type]
         now_s = time.monotonic()
-        self._drop([link for link, (_, until_s) in self._guests.items() if now_s > until_s])
+        self._drop([link for link, guest in self._guests.items() if now_s > guest.until_s])
         if now_s >= self._resume_s:
             self._resume_s = math.inf
             self._listen()
@@ -104,7 +114,7 @@ class Hearing:
 
     def _take(self, listener: socket.socket) -> None:
         try:
-            link, _ = listener.accept()
+            link, peer = listener.accept()
         except OSError as error:
             if error.errno in SHORTAGES and math.isinf(self._resume_s):
                 self._resume_s = time.monotonic() + SHORTAGE_S
@@ -116,13 +126,19 @@ class Hearing:
             return
         link.setblocking(False)
         if len(self._guests) >= MOST_UNPROVEN:
-            self._drop([next(iter(self._guests))])
-        self._guests[link] = Host(self._secret, link), time.monotonic() + PATIENCE_S
+            self._drop([self._one_too_many()])
+        address = peer[0] if isinstance(peer, tuple) else ""
+        self._guests[link] = _Guest(Host(self._secret, link), time.monotonic() + PATIENCE_S, address)
         self._selector.register(link, selectors.EVENT_READ)
+
+    def _one_too_many(self) -> socket.socket:
+        """The oldest one from where most come: strangers on one host shall not drive out those of other hosts."""
+        ((most, _),) = Counter(guest.address for guest in self._guests.values()).most_common(1)
+        return next(link for link, guest in self._guests.items() if guest.address == most)
 
     def _hear(self, link: socket.socket) -> None:
         """Take what came; never reads beyond the proof."""
-        host, _ = self._guests[link]
+        host = self._guests[link].host
         try:
             data = link.recv(host.wanted_bytes)
             answer = host.feed(data)

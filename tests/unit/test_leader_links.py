@@ -209,6 +209,26 @@ def test_strangers_who_come_in_numbers_and_say_nothing_hold_nobody_up(monkeypatc
     assert open_files() == before
 
 
+def test_strangers_of_one_host_do_not_drive_out_who_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the answer to a child and its proof, which may take a while on a busy machine."""
+    monkeypatch.setattr(reception, "MOST_UNPROVEN", 20)
+    with parent() as listener, ExitStack() as strangers, socket.create_connection(listener.addresses[0]) as end:
+        end.settimeout(20)
+        child = Caller(_secret(KEY), end, CLAIM.pack(1, 0))
+        end.sendall(child.hello)
+        challenge = end.recv(Caller.answer_bytes, socket.MSG_WAITALL)
+        came = [
+            strangers.enter_context(
+                socket.create_connection(listener.addresses[0], timeout=20, source_address=("127.0.0.2", 0))
+            )
+            for _ in range(60)
+        ]
+        assert all(map(is_hung_up, came[:30]))
+        end.sendall(child.answer(challenge))
+        with links_of(listener)[1] as link:
+            check_link(link, end)
+
+
 def test_a_proof_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "PATIENCE_S", 0.2)
     with parent() as listener, socket.create_connection(listener.addresses[0], timeout=5) as silent:
