@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from hvdlite.coordinator.at_once import AtOnce
@@ -100,7 +101,7 @@ class Coordinator:
         self._execution = Execution(owner, self._in_flight, self._progress, self._station.all_are_back)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
-        self.refuse_handler = self._worker.refuse_handler
+        self.refuse_handler = partial(self._worker.refuse_handler, self._in_flight.is_kept)
         self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
         self.at_once = AtOnce(
             self._worker,

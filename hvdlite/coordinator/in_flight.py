@@ -11,6 +11,8 @@ from hvdlite.coordinator.request import Key
 from hvdlite.coordinator.submission import Future, Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError
 
+_KEPT_S = 5.0  # for a lock that nobody holds who waits for anything
+
 
 class InFlight:
     """Submissions by their keys; a burst stands under the key of each of its operations.
@@ -39,6 +41,13 @@ class InFlight:
     def is_quiet(self) -> bool:
         """Whether nothing is in flight, and something may be."""
         return not self._futures and self.closed is None and not self.has_joined
+
+    def is_kept(self) -> bool:
+        """Whether `lock` is not let go, as by a frame that the caller, a signal handler, has interrupted."""
+        is_free = self.lock.acquire(timeout=_KEPT_S)
+        if is_free:
+            self.lock.release()
+        return not is_free
 
     def keys(self) -> list[Key]:
         """Of what is in flight, in the order in which it was submitted."""

@@ -135,9 +135,13 @@ class Worker:
         if missed or unfinished:
             self._page.ring_self()
 
-    def refuse_handler(self) -> None:
-        """Raises RuntimeError where the caller's thread is at work, as in a signal handler that interrupts that."""
-        if self.is_own_thread_at_work:
+    def refuse_handler(self, is_kept: Callable[[], bool]) -> None:
+        """Raises RuntimeError where the caller's thread is at work, as in a signal handler that interrupts that.
+
+        Args:
+            is_kept: whether that has interrupted something else that ends no sooner.
+        """
+        if self.is_own_thread_at_work or is_kept():
             raise RuntimeError(
                 "hvd.shutdown() was called by a signal handler that interrupted hvdlite at work, which cannot end "
                 "before the handler does. Raise an exception there, by sys.exit() for example: hvdlite is shut down as "

@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from hvdlite.config import Config
+from hvdlite.coordinator import in_flight
+from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.job_runtime import Runtime
 
 
@@ -173,12 +177,22 @@ def test_a_worker_that_is_forked_knows_its_rank_and_one_that_is_spawned_says_wha
     )
 
 
-def test_a_signal_handler_that_has_interrupted_work_cannot_shut_down() -> None:
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(lambda coordinator: coordinator._worker.at_work, id="at work"),
+        pytest.param(lambda coordinator: coordinator._in_flight.lock, id="submitting"),
+    ],
+)
+def test_a_signal_handler_that_has_interrupted_hvdlite_cannot_shut_down(
+    held: Callable[[Coordinator], AbstractContextManager[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The coordinator could not end before the handler does."""
     raised: list[RuntimeError] = []
 
     def handle(runtime: Runtime) -> None:
-        with runtime.world.coordinator._worker.at_work:
+        with held(runtime.world.coordinator), monkeypatch.context() as patch:
+            patch.setattr(in_flight, "_KEPT_S", 0.01)
             try:
                 runtime.close()
             except RuntimeError as error:
