@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -73,8 +74,8 @@ class ProcessHooks:
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
       before they do. What concerns one rank alone, that rank prints a moment later. What another rank has raised in the
-      same words at the same line is not printed here. Frames of hvdlite are left out. Who fails for lack of another
-      rank ends a moment later, so that the launcher finds that rank's end first.
+      same words at the same line is not printed here. Frames of hvdlite are left out, in threads too. Who fails for
+      lack of another rank ends a moment later, so that the launcher finds that rank's end first.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
 
     Attributes:
@@ -111,6 +112,10 @@ class ProcessHooks:
             self._trims = True
             self._hook_before_trim = sys.excepthook
             sys.excepthook = self._trimmed
+            self._trim_threads()
+
+    def _trim_threads(self) -> None:
+        threading.excepthook = partial(tracebacks.show_of_thread, previous=threading.excepthook)
 
     def _trimmed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         tracebacks.show(error, trace, self._hook_before_trim, has_been_said=False)
@@ -119,6 +124,8 @@ class ProcessHooks:
         """Before the first start; does nothing later."""
         if not self._is_installed:
             self._is_installed = True
+            if not self._trims:
+                self._trim_threads()
             self._previous_hook = self._hook_before_trim if sys.excepthook == self._trimmed else sys.excepthook
             sys.excepthook = self._uncaught
             if multiprocessing.parent_process() is None:

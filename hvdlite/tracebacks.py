@@ -6,6 +6,7 @@ HVDLITE_FULL_TRACEBACKS=1 shows all frames, as Python does.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from hvdlite.errors import HorovodInternalError, NumericsError, StartupError
 _OURS = str(Path(__file__).parent) + "/"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def are_full() -> bool:
@@ -108,11 +110,37 @@ def show(error: BaseException, trace: TracebackType | None, previous: Hook, *, h
     if previous is not sys.__excepthook__:
         previous(type(error), error.with_traceback(own), own)
         return
+    _print(_lines(error, trace, own, has_been_said=has_been_said))
+
+
+def show_of_thread(ended: threading.ExceptHookArgs, previous: ThreadHook) -> None:
+    """The same of an error that has ``ended`` a thread; all frames of one of hvdlite's own threads."""
+    error = ended.exc_value
+    if error is None or isinstance(error, SystemExit):
+        previous(ended)
+        return
+    trace = ended.exc_traceback
+    while not are_full() and trace is not None and _package(trace.tb_frame) == "threading":
+        trace = trace.tb_next
+    own = _shown(error, trace) or ended.exc_traceback
+    if previous is not threading.__excepthook__:
+        previous(threading.ExceptHookArgs((type(error), error.with_traceback(own), own, ended.thread)))
+        return
+    name = threading.get_ident() if ended.thread is None else ended.thread.name
+    _print([f"Exception in thread {name}:\n", *_lines(error, trace, own, has_been_said=False)])
+
+
+def _lines(
+    error: BaseException, trace: TracebackType | None, own: TracebackType | None, *, has_been_said: bool
+) -> list[str]:
     if are_full() or not _is_on_purpose(error, trace):
-        lines = traceback.format_exception(type(error), error, own)
-    else:
-        lines = [] if has_been_said else traceback.format_exception_only(error)
-        if own:
-            place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"
-            lines += [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
+        return traceback.format_exception(type(error), error, own)
+    lines = [] if has_been_said else traceback.format_exception_only(error)
+    if own:
+        place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"
+        lines += [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
+    return lines
+
+
+def _print(lines: list[str]) -> None:
     print("".join(lines), end="", file=sys.stderr, flush=True)

@@ -83,6 +83,14 @@ def test_a_hook_of_the_program_is_called_where_init_is_forgotten_or_comes_later(
     assert start(FORGOTTEN.format(call=late, hook=hook)).stdout == "seen before\n"
 
 
+def test_an_error_of_a_thread_shows_the_lines_of_the_program() -> None:
+    thread = "threading.Thread(target=lambda: hvd.broadcast(3, 0))"
+    call = f"hvd.init()\n    thread = {thread}\n    thread.start()\n    thread.join()"
+    first, message, _, *frames = start(FORGOTTEN.format(call=call, hook="import threading")).stderr.splitlines()
+    assert first.startswith("Exception in thread") and message.startswith("ValueError: broadcast")
+    assert [line for line in frames if line.startswith("  File")] == ['  File "<string>", line 10, in <lambda>']
+
+
 MANY_THREADS = """
 import threading
 import hvdlite

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from types import TracebackType
 
@@ -125,6 +127,47 @@ def test_another_hook_gets_the_trimmed_traceback() -> None:
     tracebacks.show(error, error.__traceback__, lambda *args: got.append(args), has_been_said=False)
     ((kind, same, trace),) = got
     assert (kind, same, files(trace)) == (KeyError, error, ["raised", "mine"])
+
+
+def ended(run: Callable[[], object], monkeypatch: pytest.MonkeyPatch, previous: tracebacks.ThreadHook) -> None:
+    """A thread by ``run``."""
+    monkeypatch.setattr(threading, "excepthook", partial(tracebacks.show_of_thread, previous=previous))
+    thread = threading.Thread(target=run, name="the thread")
+    thread.start()
+    thread.join()
+
+
+def test_of_a_thread_the_frames_of_the_program_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_the_program() -> None:
+        inside("raise kind('the text')", kind=MismatchError)()
+
+    ended(of_the_program, monkeypatch, threading.__excepthook__)
+    first, message, place, *frames = capsys.readouterr().err.splitlines()
+    assert first == "Exception in thread the thread:"
+    assert message.endswith("MismatchError: the text") and place.startswith("Raised here")
+    assert [line for line in frames if line.startswith("  File")] == [frames[0]]
+    assert frames[0].endswith("in of_the_program")
+
+
+def test_of_a_thread_of_ours_all_frames_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(inside("raise kind('the text')", kind=MismatchError), monkeypatch, threading.__excepthook__)
+    assert any("in ours" in line for line in capsys.readouterr().err.splitlines())
+
+
+def test_another_hook_of_threads_gets_the_trimmed_traceback_and_what_is_no_error_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got: list[threading.ExceptHookArgs] = []
+    ended(inside("call()", call=mine), monkeypatch, got.append)
+    ended(sys.exit, monkeypatch, got.append)
+    error, end = got
+    assert (error.exc_type, files(error.exc_traceback)) == (KeyError, ["mine"])
+    assert error.thread is not None and error.thread.name == "the thread"
+    assert end.exc_type is SystemExit
 
 
 def test_what_other_ranks_are_told_names_the_place_first() -> None:
