@@ -100,7 +100,15 @@ class StallError(CollectiveError):
 
 
 class StartupError(RuntimeError):
-    """init() cannot succeed; the text is one sentence with the way out."""
+    """init() cannot succeed; the text is one sentence with the way out.
+
+    Args:
+        concerns_all: other ranks end by the same, mostly, so that one of them may speak for all.
+    """
+
+    def __init__(self, text: str, *, concerns_all: bool = True) -> None:
+        super().__init__(text)
+        self.concerns_all = concerns_all
 
 
 class ConfigError(StartupError, ValueError):

@@ -25,7 +25,6 @@ from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.processes import ProcessAddress
-from hvdlite.thread_shortage import NO_THREAD
 from hvdlite.worker_error import WorkerError
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ class ProcessHooks:
                     return
                 self.runtime.fail(error)
                 self._fails_alone = True
-        concerns_all = isinstance(error, StartupError) and str(error) != NO_THREAD
+        concerns_all = isinstance(error, StartupError) and error.concerns_all
         is_told = is_known_everywhere(error) or concerns_all
         gives_way = is_told and launched_rank() != 0
         if gives_way:

@@ -16,4 +16,4 @@ def thread_shortage_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # that of threading, and what std::system_error becomes
-        raise StartupError(NO_THREAD) from error
+        raise StartupError(NO_THREAD, concerns_all=False) from error
