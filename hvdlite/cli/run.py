@@ -8,8 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -56,6 +56,7 @@ _LOST_HOST = (
 # Exit status of Open MPI 5's prterun, and of its daemons, that could not start a thread: bad luck on busy hosts; the
 # next try does.
 _NO_LISTENER = 213
+_NO_SPACE_BYTES = 1 << 16  # left on a disk: some file systems keep a rest
 _START_S = 1.0  # less than a rank needs to come to an end of its own
 _DAEMONS_SHARE = 1 / 3  # of the time for the start: on other hosts mpirun's daemons have begun by then, or failed
 
@@ -94,6 +95,23 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     open_standard_descriptors()
     status = _main(sys.argv[1:] if argv is None else argv, announce)
     return status if finish() else status or 1
+
+
+@contextmanager
+def _shortage_told(directory: str) -> Iterator[None]:
+    """Say at the end where ``directory``, if there is one, cannot take what ranks say: their last words are not there
+    then."""
+    yield
+    with suppress(OSError):  # it was never made
+        if directory and _is_full(directory):
+            say(f"the disk of {directory} is full: output of ranks may be lost")
+
+
+def _is_full(directory: str) -> bool:
+    """Raises OSError."""
+    disk = os.statvfs(directory)
+    free_bytes = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+    return disk.f_blocks > 0 and free_bytes < _NO_SPACE_BYTES  # some file systems do not say
 
 
 def _main(argv: Sequence[str], announce: bool) -> int:
@@ -144,20 +162,8 @@ def _main(argv: Sequence[str], announce: bool) -> int:
             show("\n".join(f"  {name}={environ[name]}" for name in shown))
         if "dry-run" in arguments.switches:
             return 0
-        config = Config.from_env(environ)
-        if arguments.is_elastic:
-            if chosen is None:
-                return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
-            if launch.scheduled_hosts == 1:
-                return _run_kept(chosen, launch, arguments, environ, config)
-
-        def once(start: int) -> int:
-            told = environ if start == 1 else environ | {START: str(start)}
-            if chosen is None:
-                return ranks.run_ranks(command.argv, launch.ranks, told, config.failure_grace_s)
-            return _run_mpirun(chosen, launch, command if start == 1 else mpirun.build(chosen, launch, told), told)
-
-        return _run_again(once, arguments.restarts or 0)
+        with _shortage_told(arguments.output):
+            return _run(chosen, launch, command, arguments, environ)
     except StartupError as error:
         say(str(error))
         return 2
@@ -166,6 +172,26 @@ def _main(argv: Sequence[str], announce: bool) -> int:
             raise
         say(f"{error.strerror}: raise the limit (ulimit -n) of the shell that starts it")
         return 2
+
+
+def _run(
+    chosen: Mpirun | None, launch: Launch, command: Command, arguments: Arguments, environ: Mapping[str, str]
+) -> int:
+    """The exit status of the job."""
+    config = Config.from_env(environ)
+    if arguments.is_elastic:
+        if chosen is None:
+            return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+        if launch.scheduled_hosts == 1:
+            return _run_kept(chosen, launch, arguments, environ, config)
+
+    def once(start: int) -> int:
+        told = environ if start == 1 else {**environ, START: str(start)}
+        if chosen is None:
+            return ranks.run_ranks(command.argv, launch.ranks, told, config.failure_grace_s)
+        return _run_mpirun(chosen, launch, command if start == 1 else mpirun.build(chosen, launch, told), told)
+
+    return _run_again(once, arguments.restarts or 0)
 
 
 def _answer(switches: Container[str]) -> int:

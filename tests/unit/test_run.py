@@ -248,6 +248,28 @@ class TestWithoutMpi:
             assert self.start(tmp_path, 'echo "start $HVDLITE_START"; [ "$HVDLITE_START" ]', *words).returncode == 0
         assert (tmp_path / "said" / "rank.0" / "stdout").read_text() == "start \nstart 2\n"
 
+    def test_a_disk_that_is_full_is_named_where_ranks_could_not_say_it(self, tmp_path: Path) -> None:
+        front = (
+            "import sys; from hvdlite.cli import run; run._NO_SPACE_BYTES = 1 << 80; sys.exit(run.main(sys.argv[1:]))"
+        )
+        words = [
+            sys.executable,
+            "-c",
+            front,
+            "-np",
+            "2",
+            "--output-filename",
+            str(tmp_path / "said"),
+            "sh",
+            "-c",
+            "exit 1",
+        ]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr.endswith(
+            f"\nhvdlite run: the disk of {tmp_path / 'said'} is full: output of ranks may be lost\n"
+        )
+
     @pytest.mark.parametrize(
         ("end", "status", "said"),
         [
