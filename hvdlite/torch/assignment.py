@@ -178,12 +178,19 @@ class Assignment:
                 slot.bucket.count_active()
                 self.buckets.append(slot.bucket)
 
-    def _other_parameters(self, error: MismatchError) -> MismatchError:
-        """What to raise for ``error``: the first parameter in which ranks differ. Collective."""
+    def explained(self, error: MismatchError) -> MismatchError:
+        """What to raise for ``error``: the first parameter in which ranks differ, if they do. Collective."""
         named, process_set = _named(self._arrival.slots), self._options.reduce.process_set
         found = first_difference(named, f"{self._prefix}.parameters", process_set, in_training=True)
-        if found is not None:
-            return MismatchError(f"the optimizers of the ranks have different parameters: {found}")
+        if found is None:
+            return error
+        return MismatchError(f"the optimizers of the ranks have different parameters: {found}")
+
+    def _other_parameters(self, error: MismatchError) -> MismatchError:
+        """`explained`, of ranks that have not asked about the same ones."""
+        explained = self.explained(error)
+        if explained is not error:
+            return explained
         return MismatchError(
             "the optimizers of the ranks ask about different parameters; call requires_grad_() on all ranks alike, and "
             f"make and step several optimizers in the same order. {error}"

@@ -21,7 +21,7 @@ import torch
 
 import hvdlite
 from hvdlite.autotune.tuner import Tuner, start_tuning
-from hvdlite.errors import HorovodInternalError, UsageError
+from hvdlite.errors import HorovodInternalError, MismatchError, UsageError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.prepared_allreduce import allreduce_now
@@ -202,7 +202,7 @@ class GradientReducer:
             outputs,
             reduce.reduction,
             name=bucket.name,
-            names=bucket.names,
+            names=bucket.names_compared,
             wire_dtype=reduce.wire_dtype,
             home=bucket.home,
         )
@@ -263,24 +263,30 @@ class GradientReducer:
         if start_ns < end_ns:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
         with self.recorder.span(Lane.WAIT, "synchronize") if self.recorder.enabled else NO_SPAN:
-            left = [bucket for bucket in buckets if bucket.pending is None]
-            for bucket in left:
-                self._submit(bucket, background=bucket is not left[-1])
-            failure: HorovodInternalError | None = None
-            for bucket in buckets:
-                try:
-                    assert bucket.pending is not None
-                    bucket.pending.wait()
-                except HorovodInternalError as error:  # raised only when nothing is in flight any more
-                    failure = failure or error
-            if failure is not None:
-                raise failure
+            try:
+                self._reduce(buckets)
+            except MismatchError as error:
+                raise self._assignment.explained(error) from None
             for bucket in buckets:
                 bucket.deliver()
             if self._changed:
                 self._warn_of_changes()
         if self.recorder.enabled:
             self._show_parameters(buckets)
+
+    def _reduce(self, buckets: Sequence[Bucket]) -> None:
+        left = [bucket for bucket in buckets if bucket.pending is None]
+        for bucket in left:
+            self._submit(bucket, background=bucket is not left[-1])
+        failure: HorovodInternalError | None = None
+        for bucket in buckets:
+            try:
+                assert bucket.pending is not None
+                bucket.pending.wait()
+            except HorovodInternalError as error:  # raised only when nothing is in flight any more
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _warn_of_changes(self) -> None:
         """One warning for all: whoever clips too early changes every gradient of the model, on every rank."""

@@ -48,6 +48,24 @@ def test_ranks_that_freeze_other_parameters_are_told(arguments: dict[str, Any]) 
         optimizer.step()
 
 
+def test_ranks_that_freeze_another_parameter_later_are_told_in_the_next_step() -> None:
+    needs_two()
+    model = Scales([(3,)] * 3)
+    optimizer = wrap(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss(1.0).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    model.p[0].requires_grad_(hvd.rank() == 0)
+    step()
+    with pytest.raises(MismatchError, match=r"'p\.0' is trained on rank 0 but frozen on ranks? 1.* requires_grad_\(\)"):
+        step()
+
+
 def test_a_gradient_that_only_one_rank_makes_dense() -> None:
     table = torch.nn.Embedding(4, 2, sparse=True)
     model = torch.nn.Sequential(table, torch.nn.Linear(2, 1))
