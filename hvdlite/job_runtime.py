@@ -17,7 +17,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
-from hvdlite.links.link_watch import LinkRates, LinkWatch, Turns
+from hvdlite.links.link_watch import LinkRates, Turns, watch
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.process_worlds import ProcessWorlds
@@ -91,7 +91,7 @@ class Runtime:
         self._links = None
         if start.hosts and self.config.link_check_s:
             rates, turns = LinkRates(self.rank, start.hosts), Turns(start.processes[self.topology.local_ranks[0]])
-            self._links = LinkWatch(rates, turns, self.config.link_check_s, lambda: self.failure is not None)
+            self._links = watch(rates, turns, self.config.link_check_s, lambda: self.failure is not None)
         self._metrics = serve(
             self.config.metrics_port,
             self.topology.local_rank,

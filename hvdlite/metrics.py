@@ -31,13 +31,14 @@ def prometheus_text(counts: Mapping[str, int], rank: int, size: int) -> str:
 
 
 def serve(first_port: int, local_rank: int, text: Callable[[], str]) -> MetricsServer | None:
-    """Listen on ``first_port`` + ``local_rank``; None where no port was asked for, or that one is not to be had."""
+    """Listen on ``first_port`` + ``local_rank``; None where no port was asked for, or that, or a thread, is not to be
+    had."""
     if not first_port:
         return None
     from hvdlite.metrics_server import HOST, MetricsServer  # whose http.server nobody else needs
 
     try:
         return MetricsServer(first_port + local_rank, text)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, RuntimeError) as error:
         _LOG.warning("no metrics on port %d of %s (HVDLITE_METRICS_PORT): %s", first_port + local_rank, HOST, error)
         return None

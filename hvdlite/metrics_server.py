@@ -69,6 +69,7 @@ class MetricsServer:
 
     Raises:
         OSError: the port is taken.
+        RuntimeError: no thread is to be had.
     """
 
     def __init__(self, port: int, text: Callable[[], str]) -> None:
@@ -93,7 +94,11 @@ class MetricsServer:
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="hvdlite metrics", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._server.server_close()
+            raise
 
     def close(self) -> None:
         """Listen no more. May be called again."""

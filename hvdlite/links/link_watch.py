@@ -146,6 +146,9 @@ class LinkWatch:
     Args:
         turns: whether this rank speaks of a peer; closed with the watch.
         is_over: whether there is nothing to look at any more.
+
+    Raises:
+        RuntimeError: no thread is to be had.
     """
 
     def __init__(self, rates: LinkRates, turns: Turns, interval_s: float, is_over: Callable[[], bool]) -> None:
@@ -167,6 +170,15 @@ class LinkWatch:
             for topic, sentence in self._rates.note(deliveries()).items():
                 if self._turns.take(topic):
                     _LOG.warning("%s", sentence)
+
+
+def watch(rates: LinkRates, turns: Turns, interval_s: float, is_over: Callable[[], bool]) -> LinkWatch | None:
+    """A `LinkWatch`; None where no thread is to be had, which a job can do without."""
+    try:
+        return LinkWatch(rates, turns, interval_s, is_over)
+    except RuntimeError as error:
+        _LOG.warning("nobody looks at the links (HVDLITE_LINK_CHECK_SECONDS): %s", error)
+        return None
 
 
 def deliveries() -> dict[int, Delivery]:

@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvdlite import metrics_server
+from hvdlite.links.link_watch import LinkRates, Turns, watch
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.metrics_server import MetricsServer
 
@@ -99,6 +100,21 @@ def test_a_port_that_is_taken_is_no_reason_not_to_train(caplog: pytest.LogCaptur
         assert serve(port - 1, 1, str) is None
     assert f"no metrics on port {port} of 127.0.0.1 (HVDLITE_METRICS_PORT)" in caplog.text
     assert serve(0, 1, str) is None
+
+
+def test_that_no_thread_is_to_be_had_is_no_reason_either(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert serve(port, 0, str) is None
+    assert watch(LinkRates(0, {}), Turns("no thread"), 1.0, lambda: False) is None
+    assert caplog.text.count("can't start new thread") == 2
+    socket.create_server(("127.0.0.1", port)).close()  # nobody listens there
 
 
 PROGRAM = """
