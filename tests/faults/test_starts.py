@@ -311,17 +311,20 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting another file
 
 @NEEDS_ROOT
 @pytest.mark.parametrize(
-    ("ranks", "fill", "wants", "has"),
-    [(3, "", "18 MiB", "0.0625 MiB"), (16, "head -c 4m /dev/zero >/dev/shm/full", "96 MiB", "60 MiB")],
-    ids=["small", "64 MiB, in part taken"],
+    ("mpi", "ranks", "fill", "wants", "has"),
+    [
+        ("MPICH", 3, "", "18 MiB", "0.0625 MiB"),
+        ("MPICH", 16, "head -c 4m /dev/zero >/dev/shm/full", "96 MiB", "60 MiB"),
+        ("Intel MPI", 2, "", "0.312 MiB", "0.0625 MiB"),
+    ],
+    ids=["small", "64 MiB, in part taken", "Intel MPI"],
 )
-def test_mpich_in_a_dev_shm_without_room_is_refused(ranks: int, fill: str, wants: str, has: str) -> None:
+def test_an_mpi_in_a_dev_shm_without_room_is_refused(mpi: str, ranks: int, fill: str, wants: str, has: str) -> None:
     """It would crash without a word."""
     mount = f'mount -t tmpfs -o size={"64m" if fill else "64k"} tmpfs /dev/shm; {fill}\nexec "$@"'
-    result = launch(
-        ranks, PREAMBLE + INIT, enter=("unshare", "--mount", "sh", "-ec", mount, "sh"), timeout=45, mpi="mpich"
-    )
-    needs = f"StartupError: MPICH needs {wants} of /dev/shm for {ranks} ranks on {socket.gethostname()}"
+    enter, environment = ("unshare", "--mount", "sh", "-ec", mount, "sh"), mpi.lower().replace(" ", "")
+    result = launch(ranks, PREAMBLE + INIT, enter=enter, timeout=45, mpi=environment)
+    needs = f"StartupError: {mpi} needs {wants} of /dev/shm for {ranks} ranks on {socket.gethostname()}"
     check_refused(result, needs, f"{has} are free", "--shm-size=1g")
 
 
