@@ -4,9 +4,9 @@
     python recovery.py --rounds 5 --json results/recovery.json
 
 With an Open MPI that survives deaths: ranks of one node without MPI and with it, and one of three emulated hosts that
-is cut off, by the settings that hvdliterun takes by itself. With MPICH: ranks on two emulated hosts that begin anew. A
-step is an allreduce and 10 ms of sleep, with a commit after each. All ranks share this machine's cores, and so do all
-imports of torch where ranks begin anew.
+is cut off, by the settings that hvdliterun takes by itself. With MPICH: ranks that begin anew, of two emulated hosts of
+which one rank is killed, and of three of which one is cut off. A step is an allreduce and 10 ms of sleep, with a commit
+after each. All ranks share this machine's cores, and so do all imports of torch where ranks begin anew.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ def measure(rounds: int) -> Iterator[tuple[str, list[float]]]:
             yield "a host lost, Open MPI", on_hosts(rounds, 3, lambda lab, ranks: lab.cut(2), lambda lab: lab.mend(2))
     if mpirun.mpi is Mpi.MPICH and has_hosts:
         yield "begins anew, MPICH", on_hosts(rounds, 2, lambda lab, ranks: kill_one(ranks), lambda lab: None)
+        yield "a host lost, MPICH", on_hosts(rounds, 3, lambda lab, ranks: lab.cut(2), lambda lab: lab.mend(2))
 
 
 def main() -> int:

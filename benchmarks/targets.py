@@ -219,6 +219,7 @@ _RECOVERY_S = {
     "one node, Open MPI": 5.0,
     "a host lost, Open MPI": 15.0,
     "begins anew, MPICH": 30.0,
+    "a host lost, MPICH": 30.0,
 }
 
 

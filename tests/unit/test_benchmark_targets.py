@@ -263,11 +263,13 @@ def test_hidden_share_and_timeline() -> None:
 
 def test_recovery_and_examination() -> None:
     seconds = {"one node, Open MPI": [0.1, 5.1, 0.2], "a host lost, Open MPI": [14.0]}
-    reports = {"recovery": {"seconds": seconds}, "recovery_mpich": {"seconds": {"begins anew, MPICH": [31.0]}}}
+    anew = {"begins anew, MPICH": [31.0], "a host lost, MPICH": [23.0]}
+    reports = {"recovery": {"seconds": seconds}, "recovery_mpich": {"seconds": anew}}
     assert found(reports, "elastic: from a death") == {
         "one node, Open MPI, s": (5.1, False),
         "a host lost, Open MPI, s": (14.0, True),
         "begins anew, MPICH, s": (31.0, False),
+        "a host lost, MPICH, s": (23.0, True),
     }
     examined = {"links_examined": {"doctor_s": [9.0, 10.5], "probe_s": [0.1]}}
     assert found(examined, "network of 4 hosts") == {
