@@ -324,6 +324,8 @@ class Bucket(ABC):
 
     Attributes:
         names: of the tensors that travel, for messages.
+        names_compared: the same, and which slots were off at the end of the last step: ranks that do not agree on that
+            would drift apart.
         home: where all these tensors live, if they live in one place.
         active: how many slots the bucket counts on.
         missing: how many of the active slots have no complete gradient yet; kept by `Arrival`.
@@ -344,21 +346,15 @@ class Bucket(ABC):
         self.name = name
         self.slots = slots
         self.names: Sequence[str] = [slot.name for slot in slots]
+        self.names_compared = self.names
         self.active = self.missing = 0
         self.streams: set[int] = set()
-        self._without = ""
 
     def count_active(self) -> None:
         """Set `active` and `missing`, after slots were switched on or off."""
         self.active = self.missing = sum(slot.active for slot in self.slots)
         off = [slot for slot in self.slots if not slot.active]
-        self._without = f", without {list_of(off)}" if off else ""
-
-    @property
-    def names_compared(self) -> Sequence[str]:
-        """`names`, and which slots were off at the end of the last step: ranks that do not agree on that would drift
-        apart."""
-        return [*self.names[:-1], self.names[-1] + self._without] if self._without else self.names
+        self.names_compared = [*self.names[:-1], f"{self.names[-1]}, without {list_of(off)}"] if off else self.names
 
     @abstractmethod
     def load(self) -> None:
