@@ -1,4 +1,4 @@
-"""The tests of test_distributed.py, with every tensor on a GPU."""
+"""The tests of test_distributed.py and test_distributed_reductions.py, with every tensor on a GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from test_distributed import (
     test_contradictions_are_named_on_all_ranks,
     test_memory_that_is_not_contiguous,
     test_movements,
-    test_other_reductions,
-    test_reductions,
     test_several_calls_that_nobody_waits_for_do_not_block,
     test_several_tensors_at_once,
     test_uneven_shares,
 )
+from test_distributed_reductions import (
+    test_bool_and_complex_in_every_reduction,
+    test_other_reductions,
+    test_reductions,
+)
 
 __all__ = [
+    "test_bool_and_complex_in_every_reduction",
     "test_contradictions_are_named_on_all_ranks",
     "test_memory_that_is_not_contiguous",
     "test_movements",
