@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,10 @@ FSDPS: dict[str, dict[str, Any]] = {
     "default": {},
     "sharded between steps only": {"reshard_after_forward": False},
     "gradients in float64": {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    "parameters in bfloat16": {
+        "mp_policy": fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    },
+    "offloaded to the host": {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
 }
 
 
@@ -309,6 +314,25 @@ def test_dtensor_is_redistributed(groups: Groups, source: Any, target: Any) -> N
     moved = tensor.redistribute(mesh, [target])
     assert torch.equal(moved.full_tensor(), full)
     assert torch.equal(moved.to_local(), distribute_tensor(full, mesh, [target]).to_local())
+
+
+def test_dtensor_is_redistributed_in_two_dimensions(groups: Groups) -> None:
+    ranks = dist.get_world_size()
+    if ranks % 2:
+        pytest.skip("with an even number of ranks")
+    mesh = dist.init_device_mesh("cpu", (2, ranks // 2))
+    whole = torch.arange(35.0).view(5, 7)
+    plain, rows, columns = Replicate(), Shard(0), Shard(1)
+    for source in product((plain, rows, columns, Partial()), repeat=2):
+        if Partial() in source:
+            tensor, full = DTensor.from_local(whole.clone(), mesh, [Partial(), Partial()]), whole * ranks
+            tensor = tensor.redistribute(mesh, source)
+        else:
+            tensor, full = distribute_tensor(whole, mesh, source), whole
+        for target in ((plain, plain), (rows, columns), (columns, rows), (rows, rows), (plain, columns)):
+            moved = tensor.redistribute(mesh, target)
+            assert torch.equal(moved.full_tensor(), full), (source, target)
+            assert torch.equal(moved.to_local(), distribute_tensor(full, mesh, target).to_local()), (source, target)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
