@@ -18,6 +18,7 @@ from hvdlite import _native
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.config import Config
+from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.dtypes import DType
 from hvdlite.links.interfaces import select
 from hvdlite.memory.host import HostMemory
@@ -142,7 +143,7 @@ class HvdliteBackend(Way):
             rail = comm.Split(topology.local_rank if takes_part else MPI.UNDEFINED, topology.node_index)
         memory, rest = HostMemory(node), (topology, runtime.config, runtime.check, Recorder())
         cross = None if rail in (None, MPI.COMM_NULL) else build_ring(node, memory, rail, *rest)
-        self._backend: Backend = build_backend(node, memory, cross, *rest)
+        self._backend: Backend = build_backend(node, memory, ControlPage(node).counts, cross, *rest)
         self._all = self._backend.memory.allocate(4 * numel).buffer(0, numel, DType.FLOAT32)
         self.array = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(self._all.address))
 

@@ -309,10 +309,8 @@ class ReadyCounts:
         """Whether this rank wants to know."""
     def has_news(self, heard: int) -> bool:
         """Whether this rank was rung since it had counted ``heard`` rings."""
-    def has_other_news(self, heard: int) -> bool:
-        """Likewise, but for rings since the last `set` that are for counts."""
     def wait(self, plan: int, count: int, heard: int, timeout_s: float, spin_us: int) -> bool:
-        """Until all are ready for ``count`` operations; False where another ring, a signal or the time came before."""
+        """Until all are ready for ``count`` operations; False where a ring, a signal or the time came before."""
     NEXT_BITS: ClassVar[int]
     def agree(self, plan: int, next: int, heard: int, timeout_s: float, spin_us: int) -> bool:
         """Whether all ranks want ``next``, of `NEXT_BITS`, in place of ``plan``, which has ended for all of them then.
@@ -699,8 +697,8 @@ class BoundPipeline:
 class EarlyTurns:
     """How far ranks of a node are with what rank 0 exchanges for all, in turns. Source: csrc/messages/early_turns.h."""
 
-    def __init__(self, address: int, rank: int, size: int) -> None:
-        """``address``: of `bytes_needed` zeroed bytes, a multiple of 64."""
+    def __init__(self, counts: ReadyCounts, address: int) -> None:
+        """``counts``: of these ranks. ``address``: of `bytes_needed` zeroed bytes, a multiple of 64."""
     @staticmethod
     def bytes_needed(size: int) -> int: ...
     def begin(self) -> None:
@@ -738,7 +736,6 @@ class EarlyAllreduce(DirectCall):
         began_ns: when it did, in the time of `time.monotonic_ns`.
         outputs: of it.
         has_news: whether this rank's doorbell has rung since.
-        is_disturbed: whether it has for something else than that its node is ready.
     """
 
     NODE_IS_LATE: ClassVar[int]
@@ -746,7 +743,6 @@ class EarlyAllreduce(DirectCall):
     began_ns: int
     outputs: TensorList
     has_news: bool
-    is_disturbed: bool
 
     def __init__(
         self,
@@ -757,7 +753,10 @@ class EarlyAllreduce(DirectCall):
         spin_us: int,
         patience_s: float,
     ) -> None:
-        """``patience_s``: longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep."""
+        """``patience_s``: longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep.
+
+        It is also that for the result.
+        """
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 

@@ -132,7 +132,7 @@ class MeetingAcrossNodes:
         if not early.await_node(counts, plan, count, heard, self._patience_s):
             return Outcome.NOT_YET
         operation.begin_early(self._engine, submission)
-        has_come = early.comes_soon(lambda: counts.has_other_news(heard), self._patience_s)
+        has_come = early.comes_soon(lambda: counts.has_news(heard), self._patience_s)
         return Outcome.DONE if has_come else Outcome.NOT_YET
 
     def outcome(self, plan: int, count: int) -> Outcome | None:

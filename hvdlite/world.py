@@ -163,7 +163,7 @@ class World:
         cross = None
         if rail is not None:
             cross = build_ring(node, memory, rail, topology, config, self.check, self.recorder)
-        self._backend = build_backend(node, memory, cross, topology, config, self.check, self.recorder)
+        self._backend = build_backend(node, memory, page.counts, cross, topology, config, self.check, self.recorder)
         self._shared.callback(self._backend.close)
         staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
         staging = memory.allocate(staging_bytes).buffer(0, staging_bytes, DType.UINT8)

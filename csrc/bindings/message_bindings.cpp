@@ -131,7 +131,7 @@ void register_bound_pipeline(py::module_& m) {
 void register_early_allreduce(py::module_& m) {
   using Progress = EarlyAllreduce::Progress;
   py::class_<EarlyTurns>(m, "EarlyTurns")
-      .def(py::init<std::uintptr_t, int, int>(), "address"_a, "rank"_a, "size"_a)
+      .def(py::init<const ReadyCounts&, std::uintptr_t>(), "counts"_a, "address"_a, py::keep_alive<1, 2>())
       .def_static("bytes_needed", &EarlyTurns::bytes_needed, "size"_a)
       .def("begin", &EarlyTurns::begin)
       .def("all_have_begun", &EarlyTurns::all_have_begun)
@@ -173,8 +173,7 @@ void register_early_allreduce(py::module_& m) {
       .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
       .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
-      .def_property_readonly("has_news", &EarlyAllreduce::has_news)
-      .def_property_readonly("is_disturbed", &EarlyAllreduce::is_disturbed);
+      .def_property_readonly("has_news", &EarlyAllreduce::has_news);
 
   py::class_<PacketRoom>(m, "PacketRoom")
       .def(py::init())

@@ -46,7 +46,6 @@ void register_plans(py::module_& m) {
       .def("all", &ReadyCounts::all, "plan"_a)
       .def("want_ring", &ReadyCounts::want_ring, "wanted"_a)
       .def("has_news", &ReadyCounts::has_news, "heard"_a)
-      .def("has_other_news", &ReadyCounts::has_other_news, "heard"_a)
       .def(
           "wait",
           [](ReadyCounts& self, std::uint64_t plan, std::uint64_t count, std::uint32_t heard, double timeout_s,

@@ -1,9 +1,14 @@
 #include "messages/early_allreduce.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace hvdlite {
 namespace {
+
+// Of who waits for messages, of which nobody tells a sleeper: looks while the wait gets twice as long.
+constexpr int kLooks = 8;
+constexpr std::chrono::microseconds kShortestNap{20}, kLongestNap{2000};
 
 EarlyAllreduce::Progress of(BoundMessages::Progress progress) {
   return static_cast<EarlyAllreduce::Progress>(progress);
@@ -40,20 +45,12 @@ DirectCall::Result EarlyAllreduce::run(const std::vector<std::uintptr_t>& inputs
   const std::uintptr_t place = shape_.places[shape_.rank];
   inputs_.pack(place, 0, shape_.numel, shape_.dtype, shape_.wire_dtype, 1.0);
   turns_.begin();
-  const bool leads = shape_.rank == 0;
-  progress_ = leads ? Progress::kNodeIsLate : Progress::kWaiting;
-  look_.until([&] {
-    if (progress_ == Progress::kNodeIsLate) {
-      progress_ = begin_exchange();
-    } else if (leads) {
-      progress_ = of(messages_->advance());
-    } else if (turns_.has_come()) {
-      progress_ = Progress::kDone;
-    }
-    return progress_ == Progress::kDone || progress_ == Progress::kFailed || is_disturbed();
-  });
+  progress_ = leads() ? Progress::kNodeIsLate : Progress::kWaiting;
+  if (!look_.until([&] { return advance() || has_news(); })) {
+    counts_.sleep_until([&] { return advance(); }, heard_, time_after(patience_s_), [&] { return next_look(); });
+  }
   if (progress_ != Progress::kDone) return Result::kBegun;
-  if (leads) spread();
+  if (leads()) spread();
   outputs_.unpack(place, 0, shape_.numel, shape_.wire_dtype, shape_.dtype, 1.0);
   return last_.result = has_news() ? Result::kDoneAndRung : Result::kDone;
 }
@@ -62,6 +59,24 @@ bool EarlyAllreduce::node_is_ready() const {
   if (shape_.places.size() == 1) return true;
   const auto until = time_after(patience_s_);
   return counts_.await(last_.plan, last_.count, heard_, until, spin_) != ReadyCounts::Outcome::kNotYet;
+}
+
+// Whether it has come to its end.
+bool EarlyAllreduce::advance() {
+  if (progress_ == Progress::kNodeIsLate) {
+    progress_ = begin_exchange();
+  } else if (leads()) {
+    progress_ = of(messages_->advance());
+  } else if (turns_.has_come()) {
+    progress_ = Progress::kDone;
+  }
+  return progress_ == Progress::kDone || progress_ == Progress::kFailed;
+}
+
+Clock::time_point EarlyAllreduce::next_look() const {
+  if (!leads() || progress_ == Progress::kNodeIsLate) return Clock::time_point::max();
+  const auto now = Clock::now();
+  return now + std::clamp<Clock::duration>((now - began_) / kLooks, kShortestNap, kLongestNap);
 }
 
 EarlyAllreduce::Progress EarlyAllreduce::begin_exchange() {

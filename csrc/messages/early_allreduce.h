@@ -32,11 +32,11 @@ struct EarlyShape {
 };
 
 // It ends with kNotYet where a rank of this node is not ready, and nothing else was done; with kBegun where ranks are
-// late with what has begun, or this one was rung for something else; kTimeout and kAborted there are none.
+// late with what has begun, or this one was rung, or got a signal; kTimeout and kAborted there are none.
 class EarlyAllreduce : public DirectCall {
  public:
   // `counts`, `turns` and `look` have to live as long. `patience_s`: the longest wait for all ranks of the node to be
-  // ready, of which `spin` without sleep.
+  // ready, of which `spin` without sleep, and then for the result.
   EarlyAllreduce(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
                  std::chrono::microseconds spin, double patience_s);
 
@@ -52,12 +52,14 @@ class EarlyAllreduce : public DirectCall {
   Progress progress() const { return progress_; }
   Clock::time_point began() const { return began_; }
   const TensorList& outputs() const { return outputs_; }
-  // Whether this rank was rung since it was called; and for something else than that its node is ready.
+  // Whether this rank was rung since it was called.
   bool has_news() const { return counts_.has_news(heard_); }
-  bool is_disturbed() const { return counts_.has_other_news(heard_); }
 
  private:
   bool node_is_ready() const;
+  bool leads() const { return shape_.rank == 0; }
+  bool advance();
+  Clock::time_point next_look() const;
   Progress begin_exchange();
   void spread();
 

@@ -4,9 +4,7 @@
 
 namespace hvdlite {
 
-EarlyTurns::EarlyTurns(std::uintptr_t address, int rank, int size)
-    : address_(address), rank_(static_cast<std::uint32_t>(rank)), size_(static_cast<std::uint32_t>(size)) {
-  if (size < 1 || rank < 0 || rank >= size) throw std::invalid_argument("EarlyTurns: rank must be in [0, size)");
+EarlyTurns::EarlyTurns(const ReadyCounts& counts, std::uintptr_t address) : counts_(counts), address_(address) {
   if (address == 0 || address % kCacheLine != 0) {
     throw std::invalid_argument("EarlyTurns: address must be a multiple of 64");
   }
@@ -14,9 +12,19 @@ EarlyTurns::EarlyTurns(std::uintptr_t address, int rank, int size)
 
 std::size_t EarlyTurns::bytes_needed(int size) { return kCacheLine * static_cast<std::size_t>(size + 1); }
 
+void EarlyTurns::begin() {
+  word(counts_.rank()).store(++turn_, std::memory_order_seq_cst);
+  if (counts_.rank() != 0 && all_have_begun()) counts_.stir(0);
+}
+
+void EarlyTurns::bring() {
+  word(counts_.size()).store(turn_, std::memory_order_seq_cst);
+  for (std::uint32_t rank = 1; rank < counts_.size(); ++rank) counts_.stir(rank);
+}
+
 bool EarlyTurns::all_have_begun() const {
-  for (std::uint32_t rank = 0; rank < size_; ++rank) {
-    if (word(rank).load(std::memory_order_acquire) < turn_) return false;
+  for (std::uint32_t rank = 0; rank < counts_.size(); ++rank) {
+    if (word(rank).load(std::memory_order_seq_cst) < turn_) return false;
   }
   return true;
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "node/ready_counts.h"
 #include "waiting/signal.h"
 
 namespace hvdlite {
@@ -13,21 +14,25 @@ namespace hvdlite {
 // and says that it `has_come`. Then every rank reads its own place, and is free to write there for the next turn.
 //
 // So a place is written by its rank before `begin`, which releases; by rank 0 after `all_have_begun`, which acquires,
-// and before `bring`, which releases; and read by its rank after `has_come`, which acquires. Nothing else is ordered.
-// Sleepers there are none: who waits looks again.
+// and before `bring`, which releases; and read by its rank after `has_come`, which acquires.
+//
+// Whoever may have completed what others sleep for (`ReadyCounts::sleep_until`) stirs them. Two ranks that begin at the
+// same time, and then look at all: at least one of them sees that all have. This is Dekker's pattern, as is that
+// between who stores and who goes to sleep, so all words are stored and loaded in sequentially consistent order.
 class EarlyTurns {
  public:
-  // `address`: of `bytes_needed(size)` zeroed bytes, a multiple of 64.
-  EarlyTurns(std::uintptr_t address, int rank, int size);
+  // `counts`: of the ranks of the node, and has to live as long. `address`: of `bytes_needed` zeroed bytes, a multiple
+  // of 64.
+  EarlyTurns(const ReadyCounts& counts, std::uintptr_t address);
 
   static std::size_t bytes_needed(int size);
 
   // This rank has, and this is its next turn, of which the others speak.
-  void begin() { word(rank_).store(++turn_, std::memory_order_release); }
+  void begin();
   bool all_have_begun() const;
   // The result, by rank 0.
-  void bring() { word(size_).store(turn_, std::memory_order_release); }
-  bool has_come() const { return word(size_).load(std::memory_order_acquire) >= turn_; }
+  void bring();
+  bool has_come() const { return word(counts_.size()).load(std::memory_order_seq_cst) >= turn_; }
 
  private:
   // A line each: those of the ranks, then that of the result.
@@ -35,9 +40,8 @@ class EarlyTurns {
     return atomic_at<std::uint64_t>(address_ + kCacheLine * index);
   }
 
+  const ReadyCounts& counts_;
   std::uintptr_t address_;
-  std::uint32_t rank_;
-  std::uint32_t size_;
   std::uint64_t turn_ = 0;  // they count from 1
 };
 

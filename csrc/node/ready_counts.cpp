@@ -24,8 +24,7 @@ struct ReadyCounts::Line {
   alignas(kCacheLine) std::atomic<std::uint64_t> count;
   std::atomic<std::uint64_t> wish;      // a plan, and what is wanted instead
   std::atomic<std::uint64_t> decision;  // that of rank 0: of the last plan that it was made for, and what it was
-  Word wants_ring;
-  Word rung;  // how often this rank was, or is about to be, for counts and wishes
+  Word wants;                           // a Want
 };
 
 ReadyCounts::ReadyCounts(std::uintptr_t address, std::uintptr_t doorbells, int rank, int size)
@@ -41,23 +40,19 @@ ReadyCounts::Line& ReadyCounts::line(std::uint32_t rank) const {
   return *reinterpret_cast<Line*>(address_ + kCacheLine * rank);
 }
 
-Doorbell& ReadyCounts::doorbell(std::uint32_t rank) const {
-  return *reinterpret_cast<Doorbell*>(doorbells_ + kCacheLine * rank);
-}
-
 void ReadyCounts::set(std::uint64_t plan, std::uint64_t count) {
   std::atomic<std::uint64_t>& own = line(rank_).count;
-  rung_before_ = line(rank_).rung.load(std::memory_order_relaxed);
   const std::uint64_t before = count_of(own.load(std::memory_order_relaxed), plan);
   own.store(tag_of(plan) | count, std::memory_order_seq_cst);
-  if (all(plan) > before) ring_who_wants();  // else it is as before: somebody else is behind
+  if (all(plan) > before) tell_who_wants();  // else it is as before: somebody else is behind
 }
 
-void ReadyCounts::ring_who_wants() const {
+void ReadyCounts::tell_who_wants() const {
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
-    if (rank == rank_ || line(rank).wants_ring.load(std::memory_order_seq_cst) == 0) continue;
-    line(rank).rung.fetch_add(1, std::memory_order_relaxed);  // released by the ring
-    doorbell(rank).ring();
+    if (rank == rank_) continue;
+    const std::uint32_t wanted = line(rank).wants.load(std::memory_order_seq_cst);
+    if (wanted == kRing) doorbell(rank).ring();
+    if (wanted == kStir) doorbell(rank).stir();
   }
 }
 
@@ -69,20 +64,16 @@ std::uint64_t ReadyCounts::all(std::uint64_t plan) const {
   return least;
 }
 
-void ReadyCounts::want_ring(bool wanted) {
-  Word& own = line(rank_).wants_ring;
-  if ((own.load(std::memory_order_relaxed) != 0) != wanted) own.store(wanted ? 1 : 0, std::memory_order_seq_cst);
+void ReadyCounts::want_ring(bool wanted) { want(wanted ? kRing : kNothing); }
+
+void ReadyCounts::want(Want wanted) {
+  Word& own = line(rank_).wants;
+  if (own.load(std::memory_order_relaxed) != wanted) own.store(wanted, std::memory_order_seq_cst);
 }
 
+// Sequentially consistent for who goes to sleep (`Doorbell::assist_until`).
 bool ReadyCounts::has_news(std::uint32_t heard) const {
-  return doorbell(rank_).count.load(std::memory_order_acquire) != heard;
-}
-
-// A ring that is about to come may hide another one, until it has.
-bool ReadyCounts::has_other_news(std::uint32_t heard) const {
-  const std::uint32_t rings = doorbell(rank_).count.load(std::memory_order_acquire) - heard;
-  const std::uint32_t for_counts = line(rank_).rung.load(std::memory_order_relaxed) - rung_before_;
-  return static_cast<std::int32_t>(rings - for_counts) > 0;
+  return doorbell(rank_).count.load(std::memory_order_seq_cst) != heard;
 }
 
 ReadyCounts::Outcome ReadyCounts::await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard,
@@ -94,18 +85,23 @@ template <class Condition>
 ReadyCounts::Outcome ReadyCounts::await_that(Condition holds, std::uint32_t heard, Clock::time_point until,
                                              std::chrono::microseconds spin) {
   Doorbell& own = doorbell(rank_);
-  spin_until(std::min(Clock::now() + spin, until), [&] { return holds() || has_news(heard); });
+  const auto holds_or_news = [&] { return holds() || has_news(heard); };
+  spin_until(std::min(Clock::now() + spin, until), holds_or_news);
   if (holds()) return Outcome::kAllReady;
-  want_ring(true);
-  if (holds()) return Outcome::kAllReady;
-  if (!has_news(heard)) {
+  const bool sleeps = !has_news(heard);
+  if (sleeps) {
+    want(kStir);
     own.begin_assistance();
-    own.assist_once(heard, until, std::chrono::microseconds(0));
-    const bool is_ready = holds();
-    const bool is_rung = own.end_assistance(heard) != heard;
-    if (is_ready) return is_rung ? Outcome::kAllReadyAndRung : Outcome::kAllReady;
-    if (is_rung) own.ring();  // which the thread that usually sleeps has not heard
+    own.assist_until(holds_or_news, until, [&] { return until; });
   }
+  bool is_ready = holds();
+  if (!is_ready) {
+    want(kRing);
+    is_ready = holds();
+  }
+  const bool is_rung = sleeps && own.end_assistance(heard) != heard;
+  if (is_ready) return is_rung ? Outcome::kAllReadyAndRung : Outcome::kAllReady;
+  if (is_rung) own.ring();  // which the thread that usually sleeps has not heard
   return Outcome::kNotYet;
 }
 
@@ -113,11 +109,12 @@ bool ReadyCounts::agree(std::uint64_t plan, std::uint64_t next, std::uint32_t he
                         std::chrono::microseconds spin) {
   const std::uint64_t wish = plan << kNextBits | next;
   line(rank_).wish.store(wish, std::memory_order_seq_cst);
-  if (all_want(wish)) ring_who_wants();
+  if (all_want(wish)) tell_who_wants();
   const auto is_settled = [&] { return is_decided(plan) || all_want(wish) || somebody_differs(plan, wish); };
   if (await_that(is_settled, heard, until, spin) == Outcome::kAllReadyAndRung) doorbell(rank_).ring();
+  want(kRing);  // for what is told from here on
   const bool has_ended = decide(plan, all_want(wish));
-  if (!has_ended) ring_who_wants();  // in vain
+  if (!has_ended) tell_who_wants();  // in vain
   return has_ended;
 }
 

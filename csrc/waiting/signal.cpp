@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <stdexcept>
 
@@ -15,8 +16,6 @@
 
 namespace hvdlite {
 namespace {
-
-constexpr std::uint32_t kOwner = 1, kAssistant = 2;
 
 // From any count of rings that is soon to come: what was followed long ago is nothing that a count reaches when it
 // wraps.
@@ -39,33 +38,38 @@ Clock::time_point time_after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
 }
 
-void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group) {
+bool futex_wait(Word& word, std::uint32_t expected, Clock::time_point until) {
   // FUTEX_WAIT_BITSET takes a point in time of CLOCK_MONOTONIC, which is what steady_clock reads on Linux.
   const auto point = nanoseconds_of(until);
-  if (until <= Clock::now()) return;
+  if (until <= Clock::now()) return false;
   timespec absolute{};
   absolute.tv_sec = static_cast<time_t>(point / 1'000'000'000);
   absolute.tv_nsec = static_cast<long>(point % 1'000'000'000);
-  syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &absolute, nullptr, group);
+  constexpr auto kAny = FUTEX_BITSET_MATCH_ANY;
+  return syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &absolute, nullptr, kAny) != 0 && errno == EINTR;
 }
 
-void futex_wake_all(Word& word, std::uint32_t group) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, group);
-}
+void futex_wake_all(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 // Ringing and going to sleep are Dekker's pattern: each side writes its word, then reads the other's. In
 // sequentially consistent order at least one sees the other, so no ring is missed. The beginning and the end of an
 // assistance are two more: a ring that took the assistant for absent has been counted before the assistant looks for
-// the last time, which the kernel does for it; one that took it for present, before `end_assistance` looks. The count
+// the last time (`assist_until`); one that took it for present, before `end_assistance` looks. The count
 // is released by every ring and acquired by every look, so that what was written before a ring is seen by whoever has
 // heard it.
 void Doorbell::ring() {
   count.fetch_add(1, std::memory_order_seq_cst);
   if (assistants.load(std::memory_order_seq_cst) != 0) {
-    if (assistants_asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(count, kAssistant);
+    stir();
   } else if (sleepers.load(std::memory_order_seq_cst) != 0) {
-    futex_wake_all(count, kOwner);
+    futex_wake_all(count);
   }
+}
+
+void Doorbell::stir() {
+  if (assistants_asleep.load(std::memory_order_seq_cst) == 0) return;
+  stirs.fetch_add(1, std::memory_order_release);
+  futex_wake_all(stirs);
 }
 
 std::uint32_t Doorbell::wait_once(std::uint32_t seen, Clock::time_point until) {
@@ -114,18 +118,15 @@ void Doorbell::look_back(std::uint32_t seen) {
 
 void Doorbell::sleep_once(std::uint32_t seen, Clock::time_point until) {
   sleepers.fetch_add(1, std::memory_order_seq_cst);
-  futex_wait(count, seen, until, kOwner);
+  futex_wait(count, seen, until);
   sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void Doorbell::begin_assistance() { assistants.store(1, std::memory_order_seq_cst); }
 
 std::uint32_t Doorbell::assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin) {
-  const auto rung = [&] { return count.load(std::memory_order_acquire) != seen; };
-  if (spin_until(std::min(Clock::now() + spin, until), rung)) return count.load(std::memory_order_acquire);
-  assistants_asleep.fetch_add(1, std::memory_order_seq_cst);
-  futex_wait(count, seen, until, kAssistant);
-  assistants_asleep.fetch_sub(1, std::memory_order_relaxed);
+  const auto rung = [&] { return count.load(std::memory_order_seq_cst) != seen; };
+  if (!spin_until(std::min(Clock::now() + spin, until), rung)) assist_until(rung, until, [&] { return until; });
   return count.load(std::memory_order_acquire);
 }
 

@@ -4,6 +4,7 @@
 // different addresses in different processes. Nobody makes a system call to wake a word on which nobody sleeps.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -56,16 +57,16 @@ Clock::time_point time_after(double seconds);
 // and then sleeps is one side of Dekker's pattern; the other one stores `word` and then loads the sleepers, both
 // sequentially consistent. Loads of `word` in between save a system call, and no more depends on them. Who leaves the
 // sleepers may do so relaxed: one who still sees it makes a system call too many.
-// `group` is a set of bits: a wake-up is for those who sleep in one of its groups.
-constexpr std::uint32_t kEverybody = 0xffffffff;
-void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group = kEverybody);
-void futex_wake_all(Word& word, std::uint32_t group = kEverybody);
+// Returns whether it was a signal that has ended the sleep.
+bool futex_wait(Word& word, std::uint32_t expected, Clock::time_point until);
+void futex_wake_all(Word& word);
 
 // A count of rings, and who sleeps on it. Zeroed memory is a valid doorbell.
 //
 // It has an owner, a thread that sleeps on it for as long as there is nothing to do, and perhaps an assistant: another
 // thread of the process that does the owner's work for a while. Rings wake the assistant while there is one, and the
-// owner sleeps on.
+// owner sleeps on. An assistant that waits for something in shared memory is stirred by whoever stores that; it is no
+// ring, as the assistant alone has to know.
 //
 // Who submits and waits at once rings, and becomes the assistant a moment later: an owner that wakes up for that is
 // only in the way. So where rings are followed by assistants time and again, the owner naps while more may come, and
@@ -78,8 +79,11 @@ struct Doorbell {
   Word followed;   // rings that the last assistant had followed when it left
   Word looked_at;  // rings that the owner had followed, or found followed, when it looked last; nobody else looks here
   Word in_vain;    // how many times in a row all of them were followed by an assistant; likewise
+  Word stirs;      // on which an assistant sleeps: one for each ring and each stir that may have found it asleep
 
   void ring();
+  // After a sequentially consistent store of what an assistant may sleep for.
+  void stir();
   // Sleeps until there is a ring after `seen` that no assistant follows, or `until` has come; a signal or a stray
   // wake-up ends it early. Returns the count.
   std::uint32_t wait_once(std::uint32_t seen, Clock::time_point until);
@@ -87,6 +91,10 @@ struct Doorbell {
   void begin_assistance();
   // One sleep of the assistant, as `wait_once`, which looks for `spin` before it sleeps.
   std::uint32_t assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin);
+  // The assistant sleeps until `happened`, a signal, or `until`, and looks at least once. It is to look when it is rung
+  // or stirred, by sequentially consistent loads, and when it is `next_look()`.
+  template <class Condition, class NextLook>
+  void assist_until(Condition happened, Clock::time_point until, NextLook next_look);
   // Ends what `begin_assistance` began; the assistant has followed `heard` rings. Returns the count: rings up to then
   // may have woken nobody but the assistant, which rings once more if there are others.
   std::uint32_t end_assistance(std::uint32_t heard);
@@ -97,7 +105,23 @@ struct Doorbell {
   void look_back(std::uint32_t seen);
   void sleep_once(std::uint32_t seen, Clock::time_point until);
 };
-static_assert(sizeof(Doorbell) == 28, "the doorbell's size is part of the Python interface");
+static_assert(sizeof(Doorbell) == 32, "the doorbell's size is part of the Python interface");
+
+// Dekker's pattern: who stirs has stored what is looked at here, then loads the sleepers; all sequentially consistent.
+// So either it sees this one, or its store is seen. If it sees this one, `stirs` grows, by a read-modify-write that
+// releases: if that is acquired here, what was stored is seen; if not, the kernel finds another value than `before`, or
+// the wake-up finds this thread asleep. Who leaves may do so relaxed (`futex_wait`).
+template <class Condition, class NextLook>
+void Doorbell::assist_until(Condition happened, Clock::time_point until, NextLook next_look) {
+  assistants_asleep.fetch_add(1, std::memory_order_seq_cst);
+  bool is_interrupted = false;
+  while (true) {
+    const std::uint32_t before = stirs.load(std::memory_order_acquire);
+    if (happened() || is_interrupted || Clock::now() >= until) break;
+    is_interrupted = futex_wait(stirs, before, std::min(until, next_look()));
+  }
+  assistants_asleep.fetch_sub(1, std::memory_order_relaxed);
+}
 
 enum class WaitStatus : int { kOk = 0, kTimeout = 1, kAborted = 2 };
 

@@ -58,6 +58,7 @@ class EarlyAllreduce:
         leaders: None on other ranks.
         place: of `MOST_BYTES`.
         turns: of `turns_bytes`, for the ranks of this node.
+        counts: of these ranks, of which one that sleeps is woken when what it waits for has come.
         nodes: of how many ranks each is.
         ranks: of this node, by their names for people.
         spin_us: how long ranks of a node look for one another before they sleep.
@@ -74,6 +75,7 @@ class EarlyAllreduce:
         leaders: Leaders | None,
         place: FusionBuffer,
         turns: Segment,
+        counts: _native.ReadyCounts,
         memory: Memory,
         *,
         nodes: Sequence[int],
@@ -90,7 +92,7 @@ class EarlyAllreduce:
         self._places = {dtype: place.buffer(0, MOST_BYTES // dtype.itemsize, dtype) for dtype in DType}
         self._parts: dict[tuple[DType, int], Buffer] = {}  # of `_places`, by type and elements
         self._segment = turns
-        self._turns = _native.EarlyTurns(turns.address, place.index, len(ranks))
+        self._turns = _native.EarlyTurns(counts, turns.address)
         self._memory = memory
         self._ranks = ranks
         self._look = polite_look() if leaders is None else leaders.endpoint.polite_look
@@ -254,8 +256,12 @@ class EarlyAllreduce:
         self.finish(None, layout)
 
     def comes_soon(self, is_disturbed: Callable[[], bool], patience_s: float) -> bool:
-        """Whether what has begun has come before ``is_disturbed()`` is true, and in time; waits for it."""
-        until_s = time.monotonic() + min(patience_s, self._timeout_s / 2)
+        """Whether what has begun has come before ``is_disturbed()`` is true, and in time; waits for it.
+
+        Args:
+            patience_s: since it has begun.
+        """
+        until_s = self.began_ns / 1e9 + min(patience_s, self._timeout_s / 2)
         has_come, clock = self.has_come, time.monotonic
         self._wait(lambda: has_come() or is_disturbed() or clock() >= until_s)
         return has_come()

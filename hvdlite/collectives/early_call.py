@@ -81,7 +81,7 @@ class InOneCall(_EarlyCall):
         """Bring to its end what `direct` has begun, if it comes soon; whether it has."""
         direct, early = self.direct, self.early
         early.take_over(direct, self.layout, self.reduction, self.label)
-        is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.is_disturbed, self.patience_s)
+        is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.has_news, self.patience_s)
         if is_done:
             self.record(early.began_ns)
         return is_done
@@ -117,7 +117,7 @@ class StepByStep(_EarlyCall):
             return _NOT_YET
         inputs, outputs = self._tensors(inputs, outputs)
         early.begin(early.tensors(inputs, layout), layout, self.reduction, self.label)
-        is_disturbed = partial(counts.has_other_news, heard)
+        is_disturbed = partial(counts.has_news, heard)
         if not early.finish_soon(early.tensors(outputs, layout), layout, is_disturbed, self.patience_s):
             return _NOT_YET
         self.record(early.began_ns)

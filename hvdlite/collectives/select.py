@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hvdlite._native import ReadyCounts
 from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.base import Backend
@@ -47,6 +48,7 @@ def spin_us(config: Config, node: Node) -> int:
 def build_backend(
     node: Node,
     memory: Memory,
+    counts: ReadyCounts,
     cross: RingBackend | None,
     topology: Topology,
     config: Config,
@@ -58,6 +60,7 @@ def build_backend(
     Args:
         node: the ranks on this machine.
         memory: of ``node``.
+        counts: likewise.
         cross: of the ranks with this local rank on every node; None where a node has no such rank, or is the only one.
         check: raises once the world has failed.
     """
@@ -84,6 +87,7 @@ def build_backend(
         cross if topology.is_leader else None,
         memory.allocate(MOST_BYTES),
         node.share(EarlyAllreduce.turns_bytes(node.local_size)),
+        counts,
         memory,
         nodes=[len(ranks) for ranks in nodes],
         ranks=node.ranks,

@@ -42,6 +42,7 @@ from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.thresholds import Limits
 from hvdlite.config import Config
+from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Range, shard_bounds
@@ -444,7 +445,7 @@ def test_the_table_of_backends(nodes: Layout) -> None:
     place = Topology(RANK, nodes), Config(), nothing_failed, lab.recorder
     host = HostMemory(node)
     cross = None if rail is None else build_ring(node, host, rail, *place)
-    backend = build_backend(node, host, cross, *place)
+    backend = build_backend(node, host, ControlPage(node).counts, cross, *place)
     buf = allocate(backend, 3, DType.FLOAT64)
     fill(buf, values_of(RANK, 3))
     backend.allreduce(buf).wait()

@@ -237,10 +237,8 @@ def test_what_deviates(how: str, place: int, by_python: list[str]) -> None:
         step()
 
 
-def test_who_slept_needs_no_python_for_what_comes_next(machine_of: Machines, by_python: list[str]) -> None:
+def test_who_slept_needs_no_python_for_what_comes_next(by_python: list[str]) -> None:
     """Else that would take so long that the others sleep, and so on: once ranks were out of step, all was Python's."""
-    if machine_of != ONE_MACHINE:
-        pytest.skip("across nodes who waits so long leaves it to Python")
 
     def step(late_s: float = 0.0) -> None:
         for number in range(PERIOD):

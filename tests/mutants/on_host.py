@@ -90,14 +90,19 @@ MUTANTS = [
         _EARLY,
     ),
     Mutant("csrc/messages/early_allreduce.cpp", "  counts_.want_ring(false);\n", "", _EARLY),
-    Mutant("csrc/messages/early_allreduce.cpp", "  if (leads) spread();\n", "", _MESSAGES),
+    Mutant("csrc/messages/early_allreduce.cpp", "  if (leads()) spread();\n", "", _MESSAGES),
     Mutant("csrc/messages/early_allreduce.cpp", "  if (!node_is_ready()) return Result::kNotYet;\n", "", _MESSAGES),
     Mutant(
         "csrc/messages/early_allreduce.cpp",
-        "return progress_ == Progress::kDone || progress_ == Progress::kFailed || is_disturbed();",
-        "return progress_ == Progress::kDone || progress_ == Progress::kFailed;",
+        "if (!look_.until([&] { return advance() || has_news(); })) {",
+        "if (!look_.until([&] { return advance(); })) {",
         _MESSAGES,
     ),
+    # Who sleeps in such a call, and is woken.
+    Mutant("csrc/messages/early_turns.cpp", " && all_have_begun()) counts_.stir(0);", ") return;", _EARLY),
+    Mutant("csrc/messages/early_turns.cpp", "++rank) counts_.stir(rank);", "++rank) counts_.rank();", _EARLY),
+    Mutant("csrc/waiting/signal.h", "happened() || is_interrupted ||", "happened() ||", _EARLY),
+    Mutant("csrc/node/ready_counts.cpp", "if (wanted == kStir) doorbell(rank).stir();", "", _EARLY),
     Mutant(
         "csrc/messages/early_allreduce.cpp",
         "if (!turns_.all_have_begun()) return Progress::kNodeIsLate;",
@@ -139,20 +144,20 @@ MUTANTS = [
     Mutant("csrc/messages/bound_pipeline.cpp", " && have_left(sent_);", ";", _MESSAGES),
     Mutant("csrc/waiting/polite_look.h", "while (now < end && now >= from_) {", "while (now < end) {", _MESSAGES),
     Mutant(
-        "csrc/messages/early_turns.h",
-        "word(rank_).store(++turn_, std::memory_order_release);",
-        "word(rank_).store(++turn_, std::memory_order_relaxed);",
-        _THREADS,
-    ),
-    Mutant(
-        "csrc/messages/early_turns.h",
-        "word(size_).store(turn_, std::memory_order_release);",
-        "word(size_).store(turn_, std::memory_order_relaxed);",
+        "csrc/messages/early_turns.cpp",
+        "word(counts_.rank()).store(++turn_, std::memory_order_seq_cst);",
+        "word(counts_.rank()).store(++turn_, std::memory_order_relaxed);",
         _THREADS,
     ),
     Mutant(
         "csrc/messages/early_turns.cpp",
-        "if (word(rank).load(std::memory_order_acquire) < turn_) return false;",
+        "word(counts_.size()).store(turn_, std::memory_order_seq_cst);",
+        "word(counts_.size()).store(turn_, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant(
+        "csrc/messages/early_turns.cpp",
+        "if (word(rank).load(std::memory_order_seq_cst) < turn_) return false;",
         "if (word(rank).load(std::memory_order_relaxed) < turn_) return false;",
         _THREADS,
     ),
@@ -285,8 +290,8 @@ MUTANTS = [
     # Native code: who is woken, what is rounded, where an edge is.
     Mutant(
         "csrc/waiting/signal.cpp",
-        "if (assistants_asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(count, kAssistant);",
-        "futex_wake_all(count, kOwner);",
+        "    stir();\n  } else if",
+        "    futex_wake_all(count);\n  } else if",
         "unit/test_native_signal.py",
     ),
     Mutant(

@@ -73,7 +73,7 @@ MUTANTS = [
         _SHORTCUT,
     ),
     # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
-    Mutant("csrc/node/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
+    Mutant("csrc/node/ready_counts.cpp", "  if (all_want(wish)) tell_who_wants();\n", "", _CHANGES),
     Mutant(
         "csrc/node/ready_counts.cpp",
         "    if (other >> kNextBits == wish >> kNextBits && other != wish) return true;",

@@ -151,7 +151,7 @@ void early(const std::vector<int>& sizes) {
     const auto [home, local_rank] = homes[rank];
     Node& node = nodes[home];
     ReadyCounts counts(node.counts.address(), node.bells.address(), local_rank, sizes[home]);
-    EarlyTurns turns(node.turns.address(), local_rank, sizes[home]);
+    EarlyTurns turns(counts, node.turns.address());
     PoliteLook look(std::chrono::microseconds(100), std::chrono::microseconds(1000), std::chrono::microseconds(0));
     std::vector<EarlyShape> shapes;
     std::deque<Doubling> doublings;

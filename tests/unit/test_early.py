@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,10 +163,14 @@ class Rank:
         self.mpi = mpi = Mpi()
         mpi.done = Sometimes(chance, seed=1)
         self.leaders = Leaders(mpi, native) if comm.rank == 0 else None
+        self._page = page = node.share(2 * comm.size * LINE)
+        self.bell = page.address + (comm.size + comm.rank) * LINE
+        self.counts = _native.ReadyCounts(page.address, page.address + comm.size * LINE, comm.rank, comm.size)
         self.early = EarlyAllreduce(
             self.leaders,
             memory.allocate(MOST_BYTES),
             node.share(EarlyAllreduce.turns_bytes(comm.size)),
+            self.counts,
             memory,
             nodes=[comm.size, 1],
             ranks=range(comm.size),
@@ -174,9 +180,6 @@ class Rank:
             recorder=Recorder(),
         )
         self.early.configure(Config())
-        self._page = page = node.share(2 * comm.size * LINE)
-        self.bell = page.address + (comm.size + comm.rank) * LINE
-        self.counts = _native.ReadyCounts(page.address, page.address + comm.size * LINE, comm.rank, comm.size)
         self.layout = Layout.of([3], DType.FLOAT32, DType.FLOAT32)
 
     def prepare(self, reduction: Reduction = SUM, patience_s: float = 10.0) -> PreparedCall:
@@ -354,10 +357,50 @@ def test_who_slept_until_its_node_was_ready_waits_for_other_nodes(way: str, is_r
             result = call.run(address, address, 1, 1, 0)
             if result == BEGUN:
                 result = call.resume(result)
-            assert result == (NOT_YET if is_rung_again else _native.DirectCall.DONE_AND_RUNG)
+            assert result == (NOT_YET if is_rung_again else _native.DirectCall.DONE)
         rank.mpi.done = Sometimes(1.0, seed=1)
         if rank.early.has_begun:
             rank.early.finish(tensors, rank.layout)
+        return value.tolist() == rank.expected(1)
+
+    assert on_ranks(2, work) == [True, True]
+
+
+@pytest.fixture
+def taken_signal() -> Iterator[signal.Signals]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield signal.SIGUSR1
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("comes", ["others", "ring", "signal"])
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_who_sleeps_in_a_native_call_is_woken(sleeper: int, comes: str, taken_signal: signal.Signals) -> None:
+    """The leader sleeps until the others have begun, these until it has brought the result; no Python is left to."""
+    has_left = threading.Event()
+
+    def work(comm: ThreadComm) -> bool:
+        rank = Rank(comm)
+        value = rank.input(1)
+        thread, bell = comm.allgather((threading.get_ident(), rank.bell))[sleeper]
+        if comm.rank == sleeper:
+            call, address = rank.prepare(), [value.ctypes.data]
+            result = call.run(address, address, 1, 1, 0)
+            has_left.set()
+            assert result == (_native.DirectCall.DONE if comes == "others" else BEGUN)
+            if result == BEGUN and call.resume(result) == NOT_YET:
+                rank.finish(value, 1, SUM)
+            return value.tolist() == rank.expected(1)
+        rank.counts.set(1, 1)
+        has_begun = rank.early._segment.address + sleeper * LINE
+        while not has_left.is_set() and not (_native.load64(has_begun) and _native.load32(bell + ASSISTANTS_ASLEEP)):
+            time.sleep(0)
+        if comes == "ring":
+            _native.doorbell_ring(bell)
+        while comes != "others" and not has_left.wait(0.001):
+            if comes == "signal":  # again, as it may have come just before the sleep
+                signal.pthread_kill(thread, taken_signal)
+        rank.finish(value, 1, SUM)
         return value.tolist() == rank.expected(1)
 
     assert on_ranks(2, work) == [True, True]

@@ -190,8 +190,8 @@ class Early:
         places = [place.ctypes.data for place in self.places]
         of_others = [places[0]], [places[0], self.theirs.ctypes.data], numel, wire, ReduceOp.SUM, 1.0, 1.0
         self.messages = mpi.messages(([1], [(1, 1)], [of_others]))
-        self.turns = [_native.EarlyTurns(start + 2 * size * LINE, rank, size) for rank in range(size)]
         self.counts = [_native.ReadyCounts(start, start + size * LINE, rank, size) for rank in range(size)]
+        self.turns = [_native.EarlyTurns(counts, start + 2 * size * LINE) for counts in self.counts]
         self.bell = start + size * LINE  # of rank 0
         look = _native.PoliteLook(look_us, LONG_US, 0)
         in_node = (ReduceOp.SUM, 1.0, 1.0) if size > 1 else None

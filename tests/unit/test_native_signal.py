@@ -23,7 +23,7 @@ LONG_S = 60.0  # never reached unless a test fails
 ABORT = 0  # byte offsets in the shared memory of a test
 BARRIER = 64
 DATA = 4096
-BELL_BYTES = 28
+BELL_BYTES = 32
 COPY_BYTES = 64 << 10
 Job = Callable[..., Any]
 
