@@ -647,12 +647,15 @@ class BoundMessages:
         """Execute it anew, as far as need not wait."""
     def advance(self) -> int:
         """Go on, as far as need not wait."""
-    def look(self, look: PoliteLook) -> int:
-        """`advance` again and again."""
+    def work(self, look: PoliteLook, limit_us: int, longest_nap_us: int) -> int:
+        """Go on, with naps in between, until all is done, for up to ``limit_us``."""
     def close(self) -> None:
         """Call nothing else from here on: the requests go back to MPI."""
     @property
     def peer(self) -> int: ...
+    @property
+    def moved(self) -> int:
+        """How many messages it has found to be through."""
     @property
     def error(self) -> int: ...
 

@@ -45,6 +45,12 @@ MpiFunctions functions_at(std::uintptr_t start, std::uintptr_t test) {
   return {reinterpret_cast<MpiFunctions::Start>(start), reinterpret_cast<MpiFunctions::Test>(test)};
 }
 
+template <class Messages>
+int work(Messages& self, PoliteLook& look, int limit_us, int longest_nap_us) {
+  using Microseconds = std::chrono::microseconds;
+  return static_cast<int>(self.work(look, Microseconds(limit_us), Microseconds(longest_nap_us)));
+}
+
 void register_bound_messages(py::module_& m) {
   using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<GivenAddition>>;
   py::class_<PoliteLook>(m, "PoliteLook")
@@ -84,16 +90,10 @@ void register_bound_messages(py::module_& m) {
           "start", [](BoundMessages& self) { return static_cast<int>(self.start()); }, WithoutGil())
       .def(
           "advance", [](BoundMessages& self) { return static_cast<int>(self.advance()); }, WithoutGil())
-      .def(
-          "look",
-          [](BoundMessages& self, PoliteLook& look) {
-            auto progress = BoundMessages::Progress::kWaiting;
-            look.until([&] { return (progress = self.advance()) != BoundMessages::Progress::kWaiting; });
-            return static_cast<int>(progress);
-          },
-          "look"_a, WithoutGil())
+      .def("work", work<BoundMessages>, "look"_a, "limit_us"_a, "longest_nap_us"_a, WithoutGil())
       .def("close", &BoundMessages::close)
       .def_property_readonly("peer", &BoundMessages::peer)
+      .def_property_readonly("moved", &BoundMessages::moved)
       .def_property_readonly("error", &BoundMessages::error);
 }
 
@@ -116,13 +116,7 @@ void register_bound_pipeline(py::module_& m) {
            "start"_a, "test"_a, "first"_a, "sends"_a, "receives"_a, "window"_a)
       .def(
           "start", [](BoundPipeline& self) { return static_cast<int>(self.start()); }, WithoutGil())
-      .def(
-          "work",
-          [](BoundPipeline& self, PoliteLook& look, int limit_us, int longest_nap_us) {
-            using Microseconds = std::chrono::microseconds;
-            return static_cast<int>(self.work(look, Microseconds(limit_us), Microseconds(longest_nap_us)));
-          },
-          "look"_a, "limit_us"_a, "longest_nap_us"_a, WithoutGil())
+      .def("work", work<BoundPipeline>, "look"_a, "limit_us"_a, "longest_nap_us"_a, WithoutGil())
       .def_property_readonly("peer", &BoundPipeline::peer)
       .def_property_readonly("moved", &BoundPipeline::moved)
       .def_property_readonly("error", &BoundPipeline::error);

@@ -1,9 +1,12 @@
 #include "messages/bound_messages.h"
 
+#include "messages/working.h"
+
 namespace hvdlite {
 
 BoundMessages::Progress BoundMessages::start() {
-  phase_ = 0;
+  phase_ = moved_ = 0;
+  moved_at_ = Clock::now();
   return begin_phase() ? advance() : Progress::kFailed;
 }
 
@@ -20,7 +23,7 @@ bool BoundMessages::begin_phase() {
 BoundMessages::Progress BoundMessages::advance() {
   while (phase_ != phases_.size()) {
     const Phase& phase = phases_[phase_];
-    for (; wait_ < phase.waits.size(); ++wait_) {
+    for (; wait_ < phase.waits.size(); ++wait_, ++moved_) {
       bool is_done = false;
       error_ = mpi_.test(phase.waits[wait_].request, is_done);
       if (error_ != 0) return Progress::kFailed;
@@ -31,6 +34,11 @@ BoundMessages::Progress BoundMessages::advance() {
     if (!begin_phase()) return Progress::kFailed;
   }
   return Progress::kDone;
+}
+
+BoundMessages::Progress BoundMessages::work(PoliteLook& look, std::chrono::microseconds limit,
+                                            std::chrono::microseconds longest_nap) {
+  return work_until_done(*this, moved_at_, look, limit, longest_nap);
 }
 
 }  // namespace hvdlite

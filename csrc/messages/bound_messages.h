@@ -1,6 +1,7 @@
 // A short schedule of messages and additions, bound to its memory: hvdlite/collectives/bound.py without Python.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -8,6 +9,8 @@
 
 #include "kernels/reduce.h"
 #include "messages/mpi_functions.h"
+#include "waiting/polite_look.h"
+#include "waiting/signal.h"
 
 namespace hvdlite {
 
@@ -41,13 +44,19 @@ class BoundMessages {
   Progress start();
   // Of what was started: the same.
   Progress advance();
+  // Goes on until all is done, for up to `limit`, with naps of up to `longest_nap` while data moves.
+  Progress work(PoliteLook& look, std::chrono::microseconds limit, std::chrono::microseconds longest_nap);
 
   // Requests go back to MPI: from here on nothing else is called.
   void close() { is_closed_ = true; }
   bool is_closed() const { return is_closed_; }
 
+  // How many messages it has found to be through.
+  std::size_t moved() const { return moved_; }
   // Whom it waits for.
   int peer() const { return phases_[phase_].waits[wait_].peer; }
+  // How long it is of no use to look: not known.
+  static std::chrono::microseconds busy_for() { return std::chrono::microseconds::zero(); }
   // What MPI has returned where it failed.
   int error() const { return error_; }
 
@@ -58,8 +67,10 @@ class BoundMessages {
   std::vector<Phase> phases_;
   std::size_t phase_ = 0;  // the one whose requests are waited for
   std::size_t wait_ = 0;   // the first of them that is not done
+  std::size_t moved_ = 0;
   int error_ = 0;
   bool is_closed_ = false;
+  Clock::time_point moved_at_{};
 };
 
 }  // namespace hvdlite

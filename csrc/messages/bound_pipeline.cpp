@@ -1,19 +1,17 @@
 #include "messages/bound_pipeline.h"
 
 #include <algorithm>
-#include <thread>
+
+#include "messages/working.h"
 
 namespace hvdlite {
 namespace {
 
 using std::chrono::microseconds;
 
-// As in hvdlite/naps.py and hvdlite/collectives/pipeline.py.
-constexpr microseconds kFirstNap(20);
+// As in hvdlite/collectives/pipeline.py.
 constexpr microseconds kShortestBusyNap(60);  // a shorter one takes as long, by the slack of the kernel's timers
 constexpr microseconds kLongestBusyNap(1000);
-constexpr microseconds kMoving(50'000);  // a wait that lasts longer is for somebody who is late, not for data
-constexpr microseconds kIdleNap(2000);
 
 }  // namespace
 
@@ -34,26 +32,7 @@ BoundPipeline::Progress BoundPipeline::advance() {
 }
 
 BoundPipeline::Progress BoundPipeline::work(PoliteLook& look, microseconds limit, microseconds longest_nap) {
-  const auto until = Clock::now() + limit;
-  for (;;) {  // each time that something moves
-    const std::size_t before = moved();
-    auto progress = Progress::kWaiting;
-    const auto has_moved = [&] {
-      progress = advance();
-      return progress != Progress::kWaiting || moved() != before;
-    };
-    microseconds nap = busy_for();
-    bool moves = nap == microseconds::zero() ? look.until(has_moved) : has_moved();
-    nap = std::max(nap, kFirstNap);
-    const microseconds longest = std::max(nap, longest_nap);
-    while (!moves && Clock::now() < until) {
-      std::this_thread::sleep_for(nap);
-      moves = has_moved();
-      nap = std::min(2 * nap, Clock::now() - moved_at_ < kMoving ? longest : kIdleNap);
-    }
-    if (moves) moved_at_ = Clock::now();
-    if (progress != Progress::kWaiting || Clock::now() >= until) return progress;
-  }
+  return work_until_done(*this, moved_at_, look, limit, longest_nap);
 }
 
 // All that may be; false where MPI fails.
@@ -104,8 +83,7 @@ bool BoundPipeline::have_left(std::size_t count) {
   return true;
 }
 
-// How long what has been posted keeps the network busy, with a margin; 0 where nobody knows, or it is short. The kernel
-// takes in what comes meanwhile: whoever looks more often takes time from backward and gains none.
+// The kernel takes in what comes meanwhile: whoever looks more often takes time from backward and gains none.
 microseconds BoundPipeline::busy_for() const {
   const std::size_t to_come = receives_.size() - taken_;
   if (taken_ < 2 || to_come == 0) return microseconds::zero();

@@ -56,6 +56,8 @@ class BoundPipeline {
   int peer() const { return taken_ < receives_.size() ? receives_[taken_].peer : sends_.back().peer; }
   // How many messages have come or left; not all that have left are known.
   std::size_t moved() const { return taken_ + left_; }
+  // How long what has been posted keeps the network busy, with a margin; 0 where nobody knows, or it is short.
+  std::chrono::microseconds busy_for() const;
   // What MPI has returned where it failed.
   int error() const { return error_; }
 
@@ -64,7 +66,6 @@ class BoundPipeline {
   bool post_receives();
   bool take_next();
   bool have_left(std::size_t count);
-  std::chrono::microseconds busy_for() const;
 
   MpiFunctions mpi_;
   std::vector<Addition> first_;

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite import _native
 from hvdlite.collectives.bound_pipeline import BoundPipeline
-from hvdlite.collectives.bound_requests import BoundRequests, is_done, slot
+from hvdlite.collectives.bound_requests import BoundRequests, complete, is_done, slot
 from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule, additions, first_scale
 from hvdlite.memory.views import Buffer
 
@@ -47,8 +47,8 @@ class Execution(Protocol):
     def advance(self) -> bool:
         """Go on, as far as need not wait; whether all is done."""
 
-    def look(self) -> bool:
-        """`advance` until all is done, as long as nobody else needs the core; whether it is."""
+    def finish(self) -> None:
+        """`advance` until all is done. Raises like `Endpoint.until`."""
 
     @property
     def peer(self) -> int:
@@ -58,8 +58,9 @@ class Execution(Protocol):
 class ByPython:
     """The reference, and the way where no function of MPI is found."""
 
-    def __init__(self, phases: list[Phase]) -> None:
+    def __init__(self, phases: list[Phase], endpoint: Endpoint) -> None:
         self._phases = phases
+        self._endpoint = endpoint
         self._steps: Iterator[Wait] = iter(())
         self._awaited: Wait | None = None
 
@@ -73,8 +74,10 @@ class ByPython:
             self._awaited = next(self._steps, None)
         return self._awaited is None
 
-    def look(self) -> bool:
-        return self._awaited is None
+    def finish(self) -> None:
+        while not self.advance():
+            peer = self.peer
+            self._endpoint.until(lambda: self.advance() or self.peer != peer, peer)  # noqa: B023 (called here)
 
     @property
     def peer(self) -> int:
@@ -121,8 +124,8 @@ class ByNativeCode:
     def advance(self) -> bool:
         return self.ended(self.messages.advance())
 
-    def look(self) -> bool:
-        return self.ended(self.messages.look(self._endpoint.polite_look))
+    def finish(self) -> None:
+        complete(self.messages, self._endpoint)
 
     @property
     def peer(self) -> int:
@@ -150,7 +153,7 @@ class BoundSchedule:
         self._requests = BoundRequests(schedule, buf, endpoint, scratch, slot_bytes)
         phases = [phase for phase in self._phases(schedule, buf, scratch, slot_bytes) if any(phase)]
         self._native = None if endpoint.functions is None else ByNativeCode(phases, endpoint)
-        self._execution: Execution = self._native or ByPython(phases)
+        self._execution: Execution = self._native or ByPython(phases, endpoint)
         self._memory: tuple[object, ...] = ()
 
     @staticmethod
@@ -164,11 +167,7 @@ class BoundSchedule:
             self._attempt(self._finish)
 
     def _finish(self) -> bool:
-        execution, is_done = self._execution, self._execution.look()
-        while not is_done:
-            peer = execution.peer
-            self.endpoint.until(lambda: execution.advance() or execution.peer != peer, peer)  # noqa: B023 (called here)
-            is_done = execution.advance()
+        self._execution.finish()
         return True
 
     def start(

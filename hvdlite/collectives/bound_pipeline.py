@@ -8,15 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdlite import _native
-from hvdlite.collectives.bound_requests import BoundRequests, is_done, slot
+from hvdlite.collectives.bound_requests import BoundRequests, complete, is_done, slot
 from hvdlite.collectives.schedule import WINDOW, Schedule, additions, first_scale
 from hvdlite.memory.views import Buffer
-from hvdlite.naps import FIRST_NAP_S
 
 if TYPE_CHECKING:
     from hvdlite.collectives.requests import Endpoint
-
-_TURN_US = 50_000  # in native code, before Python looks at whether the job has failed
 
 
 class BoundPipeline:
@@ -60,14 +57,8 @@ class BoundPipeline:
 
     def finish(self) -> None:
         """Return once all is done. Raises like `Endpoint.until`."""
-        while not self._work():
-            moved, peer = self._native.moved, self._native.peer
-            self._endpoint.until(lambda: self._work() or self._native.moved != moved, peer, FIRST_NAP_S)  # noqa: B023 (called here)
+        complete(self._native, self._endpoint)
         self._requests.count_done(1)
-
-    def _work(self) -> bool:
-        progress = self._native.work(self._endpoint.polite_look, _TURN_US, self._endpoint.longest_nap_us)
-        return is_done(progress, self._native)
 
     def close(self) -> None:
         """Give the requests back to MPI."""

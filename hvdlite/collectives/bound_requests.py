@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from hvdlite import _native
 from hvdlite.collectives.schedule import WINDOW, Schedule
 from hvdlite.memory.views import Buffer
+from hvdlite.naps import FIRST_NAP_S
 
 if TYPE_CHECKING:
     from hvdlite.collectives.requests import Endpoint
+
+_TURN_US = 50_000  # in native code, before Python looks at whether the job has failed
 
 
 class BoundRequests:
@@ -67,3 +70,14 @@ def is_done(progress: int, native: _native.BoundMessages | _native.BoundPipeline
 
         raise MPI.Exception(native.error)
     return progress == _native.BoundMessages.DONE
+
+
+def complete(native: _native.BoundMessages | _native.BoundPipeline, endpoint: Endpoint) -> None:
+    """Return once all that ``native`` has started is done. Raises MPI.Exception, and like `Endpoint.until`."""
+
+    def work() -> bool:
+        return is_done(native.work(endpoint.polite_look, _TURN_US, endpoint.longest_nap_us), native)
+
+    while not work():
+        moved, peer = native.moved, native.peer
+        endpoint.until(lambda: work() or native.moved != moved, peer, FIRST_NAP_S)  # noqa: B023 (called here)

@@ -346,7 +346,7 @@ class Bucket(ABC):
         self.name = name
         self.slots = slots
         self.names: Sequence[str] = [slot.name for slot in slots]
-        self.names_compared = self.names
+        self.names_compared: Sequence[str] = self.names
         self.active = self.missing = 0
         self.streams: set[int] = set()
 

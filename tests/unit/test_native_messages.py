@@ -130,13 +130,13 @@ def test_a_look_goes_on_until_all_is_done(mpi: Mpi) -> None:
     messages = mpi.messages(([1], [(1, 0)], []))
     assert messages.start() == WAITING
     mpi.done = {1}
-    assert messages.look(_native.PoliteLook(LONG_US, LONG_US, 0)) == DONE
+    assert messages.work(_native.PoliteLook(LONG_US, LONG_US, 0), 0, 100) == DONE
 
 
 def test_a_look_ends_where_nothing_comes(mpi: Mpi) -> None:
     messages = mpi.messages(([1], [(1, 0)], []))
     assert messages.start() == WAITING
-    assert messages.look(_native.PoliteLook(1, LONG_US, 0)) == WAITING
+    assert messages.work(_native.PoliteLook(1, LONG_US, 0), 1000, 100) == WAITING
 
 
 class Looks:
