@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from hvdlite.collectives.requests import Endpoint
 
-_MOST = 256  # calls of an endpoint that are remembered
-_MOST_MESSAGES = 1 << 15  # and requests; MPI takes some 500 bytes for each
+_MOST = 256  # that are bound, and as many that may come again
+_MOST_MESSAGES = 1 << 15  # of all that are bound; each takes some 1,200 bytes, most of them in MPI
 
 
 class Wait(NamedTuple):
@@ -257,43 +257,48 @@ class BoundSchedules:
         self._endpoint = endpoint
         self._scratch = scratch
         self._slot_bytes = slot_bytes
-        self._schedules: dict[Hashable, BoundSchedule | None] = {}  # None: called once
+        self._once: set[Hashable] = set()  # what was called and is not bound
+        self._schedules: dict[Hashable, BoundSchedule] = {}
         self._pipelines: dict[Hashable, BoundPipeline] = {}
-        self._messages = 0  # of all
+        self._messages = 0  # of all that is bound
         self.get = self._schedules.get
         self.pipeline = self._pipelines.get
 
     def called(self, call: Hashable, schedule: Schedule, buf: Buffer) -> None:
         """``call``, in which the address of ``buf`` is named, took ``schedule``."""
-        if not BoundSchedule.fits(schedule) and self._endpoint.functions is None:
+        fits = BoundSchedule.fits(schedule)
+        if not fits and (self._endpoint.functions is None or _messages_of(schedule) > _MOST_MESSAGES):
             return
-        if call not in self._schedules:
-            self._make_room(0)
-            self._schedules[call] = None
-        elif BoundSchedule.fits(schedule):
+        if call not in self._once:
+            if len(self._once) >= _MOST:
+                self._once.clear()
+            self._once.add(call)
+            return
+        self._once.remove(call)
+        if fits:
             self.bind(call, schedule, buf)
-        elif _messages_of(schedule) <= _MOST_MESSAGES:
-            self._make_room(_messages_of(schedule))
+        else:
+            self._make_room(schedule)
             pipeline = BoundPipeline(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
             self._pipelines[call] = pipeline
 
     def bind(self, call: Hashable, schedule: Schedule, buf: Buffer) -> BoundSchedule:
         """``schedule``, which fits, for ``call``."""
-        self._make_room(_messages_of(schedule))
+        self._make_room(schedule)
         bound = BoundSchedule(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
         self._schedules[call] = bound
         return bound
 
-    def _make_room(self, messages: int) -> None:
-        if len(self._schedules) >= _MOST or self._messages + messages > _MOST_MESSAGES:
+    def _make_room(self, schedule: Schedule) -> None:
+        bound = len(self._schedules) + len(self._pipelines)
+        if bound >= _MOST or self._messages + _messages_of(schedule) > _MOST_MESSAGES:
             self.close()
-        self._messages += messages
+        self._messages += _messages_of(schedule)
 
     def close(self) -> None:
         """Forget all, and give their requests back to MPI."""
         for bound in (*self._schedules.values(), *self._pipelines.values()):
-            if bound is not None:
-                bound.close()
+            bound.close()
         self._schedules.clear()
         self._pipelines.clear()
         self._messages = 0

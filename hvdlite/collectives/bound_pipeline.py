@@ -50,16 +50,20 @@ class BoundPipeline:
             WINDOW,
         )
         self.receives = self._requests.receives
+        self._is_under_way = False
 
     def start(self) -> None:
         """Put the first pieces on their way. Raises MPI.Exception."""
+        self._is_under_way = True
         is_done(self._native.start(), self._native)
 
     def finish(self) -> None:
         """Return once all is done. Raises like `Endpoint.until`."""
         complete(self._native, self._endpoint)
         self._requests.count_done(1)
+        self._is_under_way = False
 
     def close(self) -> None:
-        """Give the requests back to MPI."""
-        self._requests.free()
+        """Give the requests back to MPI, but where messages are on their way, as after a failure: it keeps those."""
+        if not self._is_under_way:
+            self._requests.free()

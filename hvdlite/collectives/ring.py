@@ -74,6 +74,7 @@ class RingBackend(AcrossNodes):
 
     def configure(self, config: Config) -> None:
         super().configure(config)
+        self._in_flight.wait()
         self._bound.close()
         self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
 

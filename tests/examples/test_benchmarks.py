@@ -234,12 +234,12 @@ def test_gpu_within_a_node(launch: Launch, tmp_path: Path, ranks: int) -> None:
 
 
 def test_gpu_across_a_slow_wire(launch: Launch, tmp_path: Path) -> None:
-    report = run(launch, 2, "gpu.py", tmp_path / "g.json", "hidden", *SIMULATED, "--gbit=0.01")
+    report = run(launch, 2, "gpu.py", tmp_path / "g.json", "hidden", *SIMULATED, "--gbit=0.002")
     assert report["nodes"] == 2
     found = report["hidden"]
     assert set(found["steps"]) == {"no communication", "serial", "overlapped"}
     # 12 KiB, of which each of two nodes must send as many bytes, in a step.
-    assert found["wire_ms"] == pytest.approx(12288 * 8 / 0.01e9 * 1e3)
+    assert found["wire_ms"] == pytest.approx(12288 * 8 / 0.002e9 * 1e3)
     assert found["steps"]["serial"]["exposed_ms"]["value"] > 0.9 * found["wire_ms"]
 
 

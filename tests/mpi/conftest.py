@@ -179,6 +179,8 @@ def _agree(item: pytest.Item, report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     ranks = session.config.stash[_RANKS]
     ranks.arm(EXIT_LIMIT_S)  # a thread or a collective that does not let the process end is a failure too
+    if session.exitstatus and WORLD.rank != 0:  # rank 0 reports, and may have seen nothing of it
+        ranks.say(f"pytest comes to exit status {int(session.exitstatus)} here: {session.testsfailed} failures")
     status = max(ranks.exchange(int(session.exitstatus)))
     session.exitstatus = status if WORLD.rank == 0 else 0
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.device_engine
 import test_distributed as calls
+import test_distributed_reductions as reductions
 from cuda_distributed import BucketsOnGpu, on_gpu
 from cuda_torch import TorchOnGpu
 from distributed_lab import NODES, RANK, SIZE, net, of_rank, process_group, told, total, trained
@@ -230,7 +231,7 @@ def test_messages_between_host_and_gpu(node: dist.ProcessGroup) -> None:
 def test_gpus_that_cannot_work_together(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they are asked for passes through the host."""
     monkeypatch.setattr(hvdlite.device_engine, "build", lambda *_: None)
-    for part in (calls.test_uneven_shares, calls.test_other_reductions, calls.test_memory_that_is_not_contiguous):
+    for part in (calls.test_uneven_shares, reductions.test_other_reductions, calls.test_memory_that_is_not_contiguous):
         part(group)
 
 
