@@ -297,8 +297,10 @@ class BoundSchedules:
 
     def close(self) -> None:
         """Forget all, and give their requests back to MPI."""
-        for bound in (*self._schedules.values(), *self._pipelines.values()):
-            bound.close()
+        for schedule in self._schedules.values():
+            schedule.close()
+        for pipeline in self._pipelines.values():
+            pipeline.close()
         self._schedules.clear()
         self._pipelines.clear()
         self._messages = 0
