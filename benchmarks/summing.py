@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import select
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.dtypes import DType
-from hvdlite.links.interfaces import select
+from hvdlite.links import interfaces
 from hvdlite.memory.host import HostMemory
 from hvdlite.node import discover
 from hvdlite.operations.allocate import allocate
@@ -97,13 +98,15 @@ class Wire(Way):
         self._hosts = len(topology.nodes)
         self._rank = comm.rank
         self._next: socket.socket | None = None
-        address = select(Config.from_env().network_interfaces)[0].address
+        address = interfaces.select(Config.from_env().network_interfaces)[0].address
         with socket.create_server((address, 0)) as listener:
             addresses: list[tuple[str, int]] = comm.allgather(listener.getsockname())
             if topology.is_leader:
                 following = topology.leaders[(topology.node_index + 1) % self._hosts]
                 self._next = socket.create_connection(addresses[following])
                 self._previous = listener.accept()[0]
+                self._arrival = select.poll()
+                self._arrival.register(self._previous, select.POLLIN)
 
     def prepare(self, numel: int) -> None:
         nbytes = 2 * (self._hosts - 1) * 4 * numel // self._hosts
@@ -116,10 +119,12 @@ class Wire(Way):
         sender.start()
         received = 0
         while received < len(self._incoming):
-            # Woken for every packet, the receiver takes twice the processor time.
+            # Woken for every packet, the receiver takes twice the processor time. Poll tells when the mark is reached;
+            # recv would sleep on with a part of the bytes in its hands, as only what is left in the queue counts.
             mark = min(_LOW_WATER_BYTES, len(self._incoming) - received)
             self._previous.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
-            received += self._previous.recv_into(self._incoming[received:])
+            self._arrival.poll()
+            received += self._previous.recv_into(self._incoming[received:], 0, socket.MSG_DONTWAIT)
         sender.join()
 
     def expected_scale(self, ranks: int, calls: int) -> float:
