@@ -45,7 +45,7 @@ MODELS = (*LONG, *SHORT)
 LEAST_ROUNDS, MOST_ROUNDS = 7, 60
 LONG_S = 0.1  # so long a step is a block of its own: what ran before it, and who starts first, no longer matters
 CHECKED = 3  # steps: until buckets are in the order of backward
-UNTIL_FROZEN = 6  # more: until that order is frozen
+UNTIL_FROZEN = 24  # more: until that order is frozen, and gradients that always come so have no hooks any more
 
 
 def block(way: Way, comm: MPI.Comm, steps: int, *, led: bool = True) -> list[float]:

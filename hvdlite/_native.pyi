@@ -79,9 +79,6 @@ class GradientSnapshot:
 
     def take(self, parameters: list[Any]) -> None: ...
     def drop(self) -> None: ...
-    def changed(self, parameters: list[Any]) -> list[bool]:
-        """For each whether ``p.grad`` is another tensor since, or was changed in place, and is not missing."""
-    def have_all_changed(self, parameters: list[Any]) -> bool: ...
     def are_unchanged(self, parameters: list[Any]) -> bool:
         """Whether each ``p.grad`` is the same tensor with the same elements, in the same memory if that is known; or
         missing, as it was."""

@@ -93,8 +93,6 @@ void register_gradient_snapshot(py::module_& m) {
       .def(py::init<>())
       .def("take", &GradientSnapshot::take, "parameters"_a)
       .def("drop", &GradientSnapshot::drop)
-      .def("changed", &GradientSnapshot::changed, "parameters"_a)
-      .def("have_all_changed", &GradientSnapshot::have_all_changed, "parameters"_a)
       .def("are_unchanged", &GradientSnapshot::are_unchanged, "parameters"_a)
       .def(
           "locate",

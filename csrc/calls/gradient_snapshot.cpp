@@ -92,24 +92,8 @@ void GradientSnapshot::drop() {
   addresses_.clear();
 }
 
-std::vector<bool> GradientSnapshot::changed(const py::list& parameters) const {
-  check_count(parameters);
-  std::vector<bool> found;
-  found.reserve(gradients_.size());
-  for (std::size_t i = 0; i < gradients_.size(); ++i) found.push_back(has_changed(i, gradient_of(parameters[i])));
-  return found;
-}
-
-bool GradientSnapshot::have_all_changed(const py::list& parameters) const {
-  check_count(parameters);
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    if (!has_changed(i, gradient_of(parameters[i]))) return false;
-  }
-  return true;
-}
-
 bool GradientSnapshot::are_unchanged(const py::list& parameters) const {
-  check_count(parameters);
+  if (parameters.size() != gradients_.size()) throw std::invalid_argument("GradientSnapshot: of other parameters");
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const py::object now = gradient_of(parameters[i]);
     if (!now.is(gradients_[i]) || version_of(now) != versions_[i]) return false;
@@ -141,14 +125,6 @@ bool GradientSnapshot::require_grad() const {
     if (!gradient.is_none() && attribute(gradient.ptr(), names().requires_grad).ptr() == Py_True) return true;
   }
   return false;
-}
-
-void GradientSnapshot::check_count(const py::list& parameters) const {
-  if (parameters.size() != gradients_.size()) throw std::invalid_argument("GradientSnapshot: of other parameters");
-}
-
-bool GradientSnapshot::has_changed(std::size_t i, const py::object& now) const {
-  return !now.is_none() && (!now.is(gradients_[i]) || version_of(now) != versions_[i]);
 }
 
 }  // namespace hvdlite

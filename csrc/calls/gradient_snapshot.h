@@ -27,10 +27,6 @@ class GradientSnapshot {
   // Keep no gradient alive.
   void drop();
 
-  // For each parameter whether its gradient is another one since, or was changed in place, and is not missing.
-  std::vector<bool> changed(const pybind11::list& parameters) const;
-  bool have_all_changed(const pybind11::list& parameters) const;
-
   // Whether each gradient is what it was, and lies where it did if `locate` has found it: `p.grad.data = ...` changes
   // neither tensor nor version.
   bool are_unchanged(const pybind11::list& parameters) const;
@@ -48,9 +44,6 @@ class GradientSnapshot {
   const std::vector<std::uintptr_t>& addresses() const { return addresses_; }
 
  private:
-  void check_count(const pybind11::list& parameters) const;
-  bool has_changed(std::size_t i, const pybind11::object& now) const;
-
   std::vector<pybind11::object> gradients_;  // None where one was missing
   std::vector<std::uint64_t> versions_;
   std::vector<std::uintptr_t> addresses_;

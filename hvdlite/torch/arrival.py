@@ -1,12 +1,11 @@
 """When all gradients of a bucket are there: hooks of autograd, and the counts that they keep.
 
 A hook is called once autograd has accumulated into its parameter; with 400 tiny parameters a step is the price of
-Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so only the
-first and the last have hooks. The hook of the first looks at the gradients of those between them, that of the last
-looks again: if all have changed, all have come. If not, or if the last has not come when backward ends, each gets a
-hook, until gradients have come in order for a while. On GPUs each always has one, which notes the stream on which the
-gradient is made: autograd uses that of the forward pass. A backward pass that reaches neither the first nor the last is
-not counted; step() reduces in any case what is there.
+Python per hook. Where all gradients are in one bucket nothing has to be done before step(), which reduces in any case
+what is there. So once they have come in order for a while, and nobody has changed any on its way, only the ends have
+hooks, the first and the last of that order, and step() loads the bucket. If the ends do not come so, or somebody
+changes them, each gradient gets a hook again, for a while. A backward pass that reaches neither is not counted. On GPUs
+each always has a hook, which notes the stream on which the gradient is made: autograd uses that of the forward pass.
 """
 
 from __future__ import annotations
@@ -15,20 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
 
 import torch
-from torch.autograd import Variable
 
-from hvdlite import _native
 from hvdlite.errors import UsageError
 from hvdlite.torch.device import current_stream
 from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
 
-_ORDERLY_STEPS = 100
-"""After so many in a row in which the first and the last came in their places, those between them lose their hooks."""
+_ORDERLY_STEPS = 20
+"""After so many in a row in which the ends came in their places, and no gradient was changed on its way, those between
+them lose their hooks."""
 
 
 class Arrival:
@@ -44,6 +41,7 @@ class Arrival:
         order: slots in the order in which their gradients have come since the last `reset`, once per backward pass.
         late: slots in ``order`` on which no bucket counts.
         waits_for_sparse: a gradient that could be sparse does not complete its bucket.
+        watches_ends: only the ends have hooks, the first and the last gradient of the only bucket, and stand for all.
     """
 
     def __init__(self, passes: int, begin: Callable[[], bool], complete: Callable[[Bucket], None]) -> None:
@@ -51,16 +49,15 @@ class Arrival:
         self.order: list[Slot] = []
         self.late: dict[Slot, None] = {}
         self.waits_for_sparse = False
+        self.watches_ends = False
         self._passes = passes
         self._begin = begin
         self._complete = complete
         self._hooks: list[Hook] = []
         self._are_for_now = False  # some of the hooks
         self._expected: list[Slot] = []  # of the only bucket, in the order in which gradients should come
-        self._inner: list[Slot] = []  # all but the first and the last of `_expected`, while they have no hooks
-        self._inner_parameters: list[torch.Tensor] = []
-        self._snapshot: _native.GradientSnapshot | None = None  # of theirs, when the first of `_expected` had come
-        self._came_as_expected = False  # all gradients, so that inner slots were not counted one by one
+        self._uncounted: set[Slot] = set()  # those between the ends, if they had no hooks when this step began
+        self._came_as_expected = False  # the ends, which stand for all
         self._orderly_steps = 0
         self._is_paused = False
 
@@ -71,7 +68,7 @@ class Arrival:
 
     def has_come(self, slot: Slot) -> bool:
         """Whether a gradient of ``slot``, on which a bucket counts, has come since the last `reset`."""
-        return self._came_as_expected or slot.passes_left < self._passes
+        return slot.passes_left < self._passes or (slot in self._uncounted and slot.param.grad is not None)
 
     @property
     def passes(self) -> int:
@@ -84,14 +81,12 @@ class Arrival:
         for slot in self.slots:
             slot.passes_left = passes
         if passes > 1:
-            self._hook_inner()
+            self.watch_closely()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Gradients of backward passes in this context are not counted."""
         before = self._is_paused
-        if self.order and not before:
-            self.count_unseen()
         self._is_paused = True
         try:
             yield
@@ -117,19 +112,25 @@ class Arrival:
         self._hooks += [register(slot.param, partial(self._hook_of(slot), slot)) for slot in slots]
 
     def watch(self, order: Sequence[Slot] = ()) -> None:
-        """Register hooks for good, also in the middle of a backward pass.
+        """Register hooks, also in the middle of a backward pass.
 
         Args:
             order: in which the gradients of the only bucket should come; empty where there are several buckets, or
                 where nobody knows yet.
         """
+        self._watch(order, ends_only=False)
+
+    def _watch(self, order: Sequence[Slot], *, ends_only: bool) -> None:
         self.unwatch()
         _watching.add(self)
         self._expected = list(order)
-        self._inner = self._expected[1:-1] if self._can_leave_inner else []
-        self._inner_parameters = [slot.param for slot in self._inner]
-        without_hooks = set(self._inner)
-        self.hook([slot for slot in self.slots if slot not in without_hooks], for_now=False)
+        self.watches_ends = ends_only
+        inner = set(self._expected[1:-1] if self._can_leave_inner else ())
+        self.hook([slot for slot in self.slots if slot not in inner], for_now=False)
+        if ends_only:
+            self._uncounted = inner
+        elif inner:
+            self.hook(self._expected[1:-1], for_now=True)
 
     def unwatch(self) -> None:
         """Leave the parameters alone."""
@@ -138,19 +139,36 @@ class Arrival:
             hook.remove()
         self._hooks.clear()
         self._are_for_now = False
-        if self._came_as_expected:  # inner slots were not counted one by one
+        if self._came_as_expected:  # those between the ends were not counted one by one
             self._came_as_expected = False
             for slot in self._expected:
                 slot.passes_left = 0
-        self._snapshot = None
         self._expected = []
-        self._inner = []
+        self._uncounted = set()
         self._orderly_steps = 0
+        self.watches_ends = False
+
+    def watch_closely(self) -> None:
+        """Each gradient is counted when it comes, for a while from now on, also of a backward pass that runs."""
+        self._orderly_steps = -1  # this one does not count
+        if self.watches_ends:
+            self.watches_ends = False
+            self.hook(self._expected[1:-1], for_now=True)
+
+    def note_changes(self) -> None:
+        """Note in `Slot.changed` what somebody has done to the ends since they came, if they stand for all."""
+        if self._came_as_expected:
+            for slot in self._ends:
+                slot.note_if_changed()
+
+    @property
+    def _ends(self) -> tuple[Slot, Slot]:
+        return self._expected[0], self._expected[-1]
 
     @property
     def _can_leave_inner(self) -> bool:
-        """Whether inner slots need no hooks."""
-        return self._passes == 1 and bool(self._expected) and not self._expected[0].is_on_device
+        """Whether the ends could stand for all."""
+        return self._passes == 1 and len(self._expected) > 2 and not self._expected[0].is_on_device
 
     @property
     def watches_all(self) -> bool:
@@ -163,17 +181,7 @@ class Arrival:
         return next((slot.name for slot in self.slots if id(slot.param) in others), None)
 
     def _hook_of(self, slot: Slot) -> Callable[[Slot, torch.Tensor], None]:
-        if self._inner and slot is self._expected[0]:
-            return self._on_first
-        if self._inner and slot is self._expected[-1]:
-            return self._on_last
-        return self._on_gradient
-
-    def _hook_inner(self) -> None:
-        """Each gradient is counted when it comes, from now on, also of a backward pass that runs."""
-        inner, self._inner = self._inner, []
-        self.hook(inner, for_now=True)
-        self._snapshot = None
+        return self._on_last if self._expected and slot is self._expected[-1] else self._on_gradient
 
     def check_only_owner(self) -> None:
         """Raises:
@@ -220,67 +228,45 @@ class Arrival:
             self._complete(bucket)
 
     @eager
-    def _on_first(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """The gradient that should come first, of the only bucket."""
-        self._on_gradient(slot, parameter)
-        if self._inner and len(self.order) == 1:
-            self._snapshot = _native.GradientSnapshot()
-            self._snapshot.take(self._inner_parameters)
-            Variable._execution_engine.queue_callback(self.count_unseen)
-
-    @eager
     def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient that should come last, of the only bucket."""
-        if self._is_paused:
+        if not self.watches_ends or self._is_paused or parameter.grad is None:
+            self._on_gradient(slot, parameter)
             return
         bucket = slot.bucket
-        if (
-            self._snapshot is not None
-            and len(self.order) == 1
-            and bucket is not None
-            and self._snapshot.have_all_changed(self._inner_parameters)
-        ):
-            self._snapshot = None
+        if bucket is not None and slot.active and len(self.order) == 1 and self.order[0] is self._expected[0]:
             self.order += self._expected[1:]
             slot.passes_left = bucket.missing = 0
             self._came_as_expected = True
+            for end in self._ends:
+                end.note_arrival()
             self._complete(bucket)
         else:
-            self.count_unseen()
+            self.watch_closely()
             self._on_gradient(slot, parameter)
-
-    @eager
-    def count_unseen(self) -> None:
-        """Count the gradients that have come to inner slots without hooks; unless all have come in their order."""
-        if not self._inner or self._came_as_expected:
-            return
-        come: list[Slot] = []
-        if self._snapshot is not None:
-            come = list(compress(self._inner, self._snapshot.changed(self._inner_parameters)))
-        self._hook_inner()
-        for slot in come:
-            self._on_gradient(slot, slot.param)
 
     # At the end of a step.
 
     def reset(self) -> None:
         """No gradient has come."""
+        order, expected = self.order, self._expected
         is_orderly = (
-            len(self.order) == len(self._expected) > 2
-            and self.order[0] is self._expected[0]
-            and self.order[-1] is self._expected[-1]
-            and not self.late
+            len(order) == len(expected) > 2 and order[0] is expected[0] and order[-1] is expected[-1] and not self.late
         )
-        for slot in (self.order[0], self.order[-1]) if self._came_as_expected and is_orderly else self.order:
+        for slot in self._ends if self._came_as_expected and is_orderly else order:
             slot.passes_left = self._passes
+        if self.watches_ends and order and not is_orderly:
+            self.watch_closely()
         self._came_as_expected = False
-        self._snapshot = None
-        self.order.clear()
+        order.clear()
         self.late.clear()
-        if not self._inner and self._can_leave_inner:
+        if self.watches_ends:
+            return
+        self._uncounted.clear()
+        if self._can_leave_inner:
             self._orderly_steps = self._orderly_steps + 1 if is_orderly else 0
             if self._orderly_steps == _ORDERLY_STEPS:
-                self.watch(self._expected)
+                self._watch(expected, ends_only=True)
 
 
 _watching: weakref.WeakSet[Arrival] = weakref.WeakSet()

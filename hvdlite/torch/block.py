@@ -76,9 +76,13 @@ class Block:
             contributions = [slot.contribution() for slot in self._slots]  # some may be copies
             self._pack(self._in_block([0 if tensor is None else tensor.data_ptr() for tensor in contributions]))
 
-    def deliver(self) -> None:
-        """Make every ``p.grad`` the reduced gradient."""
-        if self._is_usual and self._taken.are_unchanged(self._parameters):  # so that nobody needs a warning
+    def deliver(self, *, is_exposed: bool) -> None:
+        """Make every ``p.grad`` the reduced gradient.
+
+        Args:
+            is_exposed: whether the program could change gradients since `load`, and needs a warning if it did.
+        """
+        if self._is_usual and not (is_exposed and not self._taken.are_unchanged(self._parameters)):
             if self._copies_back:
                 self._unpack(self._tensors)
             elif self._taken.addresses != self._places:

@@ -33,7 +33,7 @@ class Slot:
         changed: the slots of the optimizer whose gradients somebody has changed on their way; emptied by who reduces.
         is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
-        loaded: ``p.grad`` when the bucket was loaded; until it is delivered.
+        loaded: ``p.grad`` when the bucket was loaded, or when it came if that was long before; until it is delivered.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
         place: in a block or a fusion buffer, where the gradient has one: the region, and the byte where it starts.
         shape: of the gradient in the order of memory, so that ranks whose parameters lie in another order
@@ -147,6 +147,11 @@ class Slot:
 
     def _note_loaded(self, gradient: torch.Tensor) -> None:
         self.loaded, self.version, self.address = gradient, gradient._version, _address_of(gradient)
+
+    def note_arrival(self) -> None:
+        """Have `note_if_changed` tell what is done to ``p.grad`` from now on."""
+        if self.param.grad is not None:
+            self._note_loaded(self.param.grad)
 
     def note_if_changed(self) -> bool:
         """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks.
@@ -327,6 +332,7 @@ class Bucket(ABC):
         names_compared: the same, and which slots were off at the end of the last step: ranks that do not agree on that
             would drift apart.
         home: where all these tensors live, if they live in one place.
+        is_exposed: whether the program could change gradients since they were loaded, as in backward.
         active: how many slots the bucket counts on.
         missing: how many of the active slots have no complete gradient yet; kept by `Arrival`.
         loaded: the gradients as `load` found them, until the end of the step.
@@ -337,6 +343,7 @@ class Bucket(ABC):
     """
 
     home: Home | None = None
+    is_exposed = False
     loaded: Any = None
     loads_views = False
     pending: UnderWay | None = None

@@ -59,7 +59,7 @@ class BlockBucket(DenseBucket):
             else:
                 slot.deliver_view()
         if self._block is not None:
-            self._block.deliver()
+            self._block.deliver(is_exposed=self.is_exposed)
 
 
 class HomeBucket(BlockBucket):

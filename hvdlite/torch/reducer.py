@@ -163,7 +163,9 @@ class GradientReducer:
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` are there."""
         self._completed += 1
-        self._load(bucket)
+        if not self.arrival.watches_ends:  # else there may be more to come, and step() loads
+            self._load(bucket)
+            bucket.is_exposed = True
         if len(self._assignment.buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
             self._submit(bucket)
         if self.recorder.enabled:
@@ -216,7 +218,7 @@ class GradientReducer:
         Raises:
             HorovodInternalError: a bucket was not reduced; says why. The next step can go on after a MismatchError.
         """
-        self.arrival.count_unseen()
+        self.arrival.note_changes()
         if not self.arrival.order:
             self._begin()
         if not self.is_distributed:
@@ -270,6 +272,7 @@ class GradientReducer:
             for bucket in buckets:
                 bucket.deliver()
             if self._changed:
+                self.arrival.watch_closely()
                 self._warn_of_changes()
         if self.recorder.enabled:
             self._show_parameters(buckets)
@@ -296,7 +299,7 @@ class GradientReducer:
         were = f"gradients of '{first.name}'{others} were" if more else f"gradient of '{first.name}' was"
         warnings.warn(
             f"the {were} changed between loss.backward() and optimizer.step(), on the way to other ranks; all or part "
-            "of the change is lost. Call optimizer.synchronize() before you clip, unscale or drop gradients, "
+            "of the change may be lost. Call optimizer.synchronize() before you clip, unscale or drop gradients, "
             "and optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
             stacklevel=stacklevel(),
         )
@@ -322,6 +325,7 @@ class GradientReducer:
         self._backward_ns = (0, 0)
         for bucket in self._assignment.buckets:
             bucket.loaded = bucket.pending = None
+            bucket.is_exposed = False
             bucket.missing = bucket.active
             bucket.streams.clear()
 

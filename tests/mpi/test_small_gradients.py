@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.torch import arrival
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
@@ -129,6 +130,24 @@ def test_a_gradient_that_the_user_changes_before_the_step_gets_the_result(which:
         with pytest.warns(UserWarning, match=f"the gradient of '{which}' was changed between"):
             optimizer.step()
         check(parameters)
+
+
+def test_those_without_hooks_are_reduced_as_they_are_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hvd.size() == 1:
+        pytest.skip("alone nothing is reduced")
+    monkeypatch.setattr(arrival, "_ORDERLY_STEPS", 1)
+    parameters, optimizer = made()
+    for set_to_none in (True, False, False, True, True):
+        step(parameters, optimizer, set_to_none=set_to_none)
+    for which, p in enumerate(parameters):
+        assert bool(p._post_accumulate_grad_hooks) is (which in (0, len(SIZES) - 1))
+    optimizer.zero_grad()
+    backward(parameters)
+    if hvd.rank() == 0:
+        parameters[2].grad = None
+    optimizer.step()
+    assert torch.equal(grads(parameters)[2], weights(hvd.size() * (hvd.size() + 1) // 2 - 1)[2])
+    step(parameters, optimizer)
 
 
 @pytest.mark.parametrize("which", [0, 2, len(SIZES) - 1])

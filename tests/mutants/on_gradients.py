@@ -10,35 +10,26 @@ _SEQUENCES = "unit/test_optimizer_sequences.py"
 _SNAPSHOT = "unit/test_native_gradient_snapshot.py"
 
 MUTANTS = [
-    Mutant(f"{_TORCH}arrival.py", "            self._snapshot is not None\n", "            True\n", _BUCKETS),
-    Mutant(
-        f"{_TORCH}arrival.py",
-        "            and self._snapshot.have_all_changed(self._inner_parameters)\n",
-        "",
-        _SEQUENCES,
-    ),
-    Mutant(
-        f"{_TORCH}arrival.py",
-        "            Variable._execution_engine.queue_callback(self.count_unseen)\n",
-        "",
-        _BUCKETS,
-    ),
-    Mutant(f"{_TORCH}arrival.py", "        if passes > 1:\n            self._hook_inner()\n", "", _BUCKETS),
-    Mutant(f"{_TORCH}arrival.py", "            and self.order[-1] is self._expected[-1]\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", " and self.order[0] is self._expected[0]:", ":", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", "        if passes > 1:\n            self.watch_closely()\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", " and order[-1] is expected[-1]", "", _BUCKETS),
     Mutant(
         f"{_TORCH}arrival.py",
         "self._orderly_steps + 1 if is_orderly else 0",
         "self._orderly_steps + is_orderly",
         _BUCKETS,
     ),
-    Mutant(f"{_TORCH}arrival.py", "        if self.order and not before:\n", "        if not before:\n", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", "        self._orderly_steps = -1  # this one does not count\n", "", _BUCKETS),
     Mutant(f"{_TORCH}arrival.py", "        _watching.discard(self)\n", "", "unit/test_optimizer_arguments.py"),
-    Mutant(f"{_TORCH}reducer.py", "        self.arrival.count_unseen()\n", "", f"{_BUCKETS} {_SEQUENCES}"),
+    Mutant(f"{_TORCH}reducer.py", "        self.arrival.note_changes()\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}reducer.py", "                self.arrival.watch_closely()\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}reducer.py", "        if not self.arrival.watches_ends:  #", "        if True:  #", _BUCKETS),
+    Mutant(f"{_TORCH}reducer.py", "            bucket.is_exposed = True\n", "", "2 mpi/test_small_gradients.py"),
     Mutant(f"{_TORCH}arrival.py", "self._came_as_expected and is_orderly else", "is_orderly else", _SEQUENCES),
     Mutant(
         f"{_TORCH}arrival.py",
-        "return self._came_as_expected or slot.passes_left < self._passes",
-        "return slot.passes_left < self._passes",
+        " or (slot in self._uncounted and slot.param.grad is not None)",
+        "",
         _BUCKETS,
     ),
     Mutant(
@@ -50,7 +41,7 @@ MUTANTS = [
     Mutant(f"{_TORCH}block.py", " and not self._taken.require_grad()", "", "2 mpi/test_small_gradients.py"),
     Mutant(
         f"{_TORCH}block.py",
-        "if self._is_usual and self._taken.are_unchanged(self._parameters):",
+        "if self._is_usual and not (is_exposed and not self._taken.are_unchanged(self._parameters)):",
         "if self._is_usual:",
         "2 mpi/test_small_gradients.py",
     ),
@@ -72,7 +63,7 @@ MUTANTS = [
         "",
         _SNAPSHOT,
     ),
-    Mutant("csrc/calls/gradient_snapshot.cpp", "&& (!now.is(gradients_[i]) || ", "&& (", _SNAPSHOT),
+    Mutant("csrc/calls/gradient_snapshot.cpp", "if (!now.is(gradients_[i]) || ", "if (", _SNAPSHOT),
     Mutant(
         "csrc/calls/gradient_snapshot.cpp",
         "call(gradient, names().is_contiguous).ptr() == Py_True && number(",

@@ -198,16 +198,20 @@ def hooks_of_node(node: Any) -> int:
 
 
 @pytest.fixture
-def hooked_at_its_ends(universe: Universe) -> tuple[Scales, Any]:
-    """A model whose order of gradients is known, and its optimizer."""
+def hooked_at_its_ends(universe: Universe, monkeypatch: pytest.MonkeyPatch) -> tuple[Scales, Any]:
+    """A model whose gradients have come in order for a while, and its optimizer."""
     universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    monkeypatch.setattr(arrival, "_ORDERLY_STEPS", 4)
     model = Scales((3,), (4,), (5,), (6,), (20000,))
     optimizer = wrap(model)
-    for _ in range(3):
+    hooks = []
+    for _ in range(5):
         model.loss().backward()
+        hooks.append(hooks_of(model))
         optimizer.step()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
+    assert hooks == [[1, 1, 1, 1, 1]] * 5
     assert hooks_of(model) == [1, 0, 0, 0, 1]
     return model, optimizer
 
@@ -226,8 +230,55 @@ def test_a_gradient_without_a_hook_that_comes_again_after_the_last(hooked_at_its
     model, optimizer = hooked_at_its_ends
     model.loss().backward()
     model.loss(leave_out=(0, 1, 3, 4)).backward()
-    with pytest.warns(UserWarning, match=r"'p\.2' was changed between loss\.backward\(\) and optimizer\.step"):
+    optimizer.step()
+    assert reduced(model) == [FACTOR * (i + 1) * (1 + (i == 2)) for i in range(5)]
+
+
+@pytest.mark.parametrize("which", [0, 4])
+@pytest.mark.parametrize("how", ["scaled", "replaced", "dropped"])
+def test_an_end_that_is_changed_is_told_of_and_all_have_hooks_for_a_while(
+    hooked_at_its_ends: tuple[Scales, Any], which: int, how: str
+) -> None:
+    model, optimizer = hooked_at_its_ends
+    model.loss().backward()
+    gradient = model.p[which].grad
+    if how == "scaled":
+        gradient.mul_(2)
+    else:
+        model.p[which].grad = None if how == "dropped" else 2 * gradient
+    with pytest.warns(UserWarning, match=rf"'p\.{which}' was changed between loss\.backward\(\) and optimizer\.step"):
         optimizer.step()
+    kept = 0 if how == "dropped" else 2
+    assert reduced(model) == [FACTOR * (i + 1) * (kept if i == which else 1) for i in range(5)]
+    for _ in range(arrival._ORDERLY_STEPS):
+        optimizer.zero_grad()
+        model.loss().backward()
+        assert hooks_of(model) == [1, 1, 1, 1, 1]
+        optimizer.step()
+    assert hooks_of(model) == [1, 0, 0, 0, 1]
+    assert reduced(model) == expected(model, FACTOR)
+
+
+def test_whoever_changes_gradients_in_every_step_keeps_all_hooks(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    for step in range(3 * arrival._ORDERLY_STEPS):
+        model.loss().backward()
+        assert step == 0 or hooks_of(model) == [1, 1, 1, 1, 1]
+        for p in model.p:
+            p.grad.mul_(2)
+        with pytest.warns(UserWarning, match="'p.0' and . more were changed between"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_gradient_without_a_hook_is_reduced_as_it_is_in_the_step(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    model.loss().backward()
+    model.p[1].grad.mul_(3)
+    model.p[2].grad = 4 * model.p[2].grad
+    model.p[3].grad = None
+    optimizer.step()
+    assert reduced(model) == [FACTOR * (i + 1) * factor for i, factor in enumerate([1, 3, 4, 0, 1])]
 
 
 @pytest.mark.parametrize("grads", ["dropped", "zeroed", "left"])
@@ -248,26 +299,40 @@ def test_gradients_without_hooks_are_reduced_whatever_comes(
         assert reduced(model) == total
 
 
-def test_what_comes_out_of_order_has_hooks_until_there_is_order(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+@pytest.mark.parametrize("without", [(0,), (4,)])
+def test_where_an_end_does_not_come_all_have_hooks_for_a_while(
+    hooked_at_its_ends: tuple[Scales, Any], without: tuple[int, ...]
+) -> None:
     model, optimizer = hooked_at_its_ends
-    model.loss(leave_out=(2,)).backward()
-    assert hooks_of(model) == [1, 1, 1, 1, 1]
-    optimizer.step()
-    for step in range(2 * arrival._ORDERLY_STEPS):
-        optimizer.zero_grad()
-        model.loss(leave_out=(0,) if step == 5 else ()).backward()
-        is_orderly = step > 5 + arrival._ORDERLY_STEPS
-        assert hooks_of(model) == ([1, 0, 0, 0, 1] if is_orderly else [1, 1, 1, 1, 1])
+    for step in range(3 * arrival._ORDERLY_STEPS):
+        leave_out = without if step in (0, 2) else ()
+        model.loss(leave_out=leave_out).backward()
         optimizer.step()
+        assert reduced(model) == expected(model, FACTOR, leave_out)
+        optimizer.zero_grad()
+        is_orderly = step >= 2 + arrival._ORDERLY_STEPS
+        assert hooks_of(model) == ([1, 0, 0, 0, 1] if is_orderly else [1, 1, 1, 1, 1])
 
 
-def test_hooks_stay_where_another_gradient_comes_last(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+def test_others_may_come_after_the_last(hooked_at_its_ends: tuple[Scales, Any]) -> None:
     model, optimizer = hooked_at_its_ends
     for _ in range(2 * arrival._ORDERLY_STEPS):
         for i in (4, 0, 1, 2, 3):
             model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
         optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
+        optimizer.zero_grad()
+    assert hooks_of(model) == [1, 0, 0, 0, 1]
+
+
+def test_hooks_stay_where_another_gradient_comes_last(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    for _ in range(2 * arrival._ORDERLY_STEPS):
+        for i in (0, 4, 1, 2, 3):
+            model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
         assert hooks_of(model) == [1, 1, 1, 1, 1]
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
 
 
@@ -286,12 +351,11 @@ def test_frozen_after_its_gradient_came_without_a_hook(
         assert reduced(model) == expected(model, FACTOR)
 
 
-def test_a_pass_that_reaches_no_hook_is_known_in_the_step(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+def test_a_pass_that_reaches_no_hook_is_reduced_in_the_step(hooked_at_its_ends: tuple[Scales, Any]) -> None:
     model, optimizer = hooked_at_its_ends
     model.loss(leave_out=(0, 4)).backward()
-    assert hooks_of(model) == [1, 0, 0, 0, 1]
     optimizer.step()
-    assert hooks_of(model) == [1, 1, 1, 1, 1]
+    assert hooks_of(model) == [1, 0, 0, 0, 1]
     assert reduced(model) == expected(model, FACTOR, (0, 4))
 
 
@@ -305,14 +369,6 @@ def test_passes_that_are_not_counted_bring_no_hooks(hooked_at_its_ends: tuple[Sc
         optimizer.step()
         assert reduced(model) == expected(model, 11 * FACTOR)
         optimizer.zero_grad()
-
-
-def test_the_last_left_out_is_known_when_backward_ends(hooked_at_its_ends: tuple[Scales, Any]) -> None:
-    model, _optimizer = hooked_at_its_ends
-    model.loss(leave_out=(0, 1)).backward()
-    assert hooks_of(model) == [1, 1, 1, 1, 1]
-    with pytest.raises(UsageError, match=r"'p\.2' was computed 2 times"):
-        model.loss(leave_out=(0, 1, 3, 4)).backward()
 
 
 def test_gradients_of_a_backward_pass_within_another(hooked_at_its_ends: tuple[Scales, Any]) -> None:
