@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -35,6 +36,7 @@ RANK = MPI.COMM_WORLD.rank
 SEGMENT = 256  # bytes; small, so that pipelines of many segments run on little data
 SMALL = 1024
 WINDOW = 256  # bytes; small, so that many windows run on little data
+PERIOD = 1013  # of the values of a rank
 PATIENCE_S = 60.0  # for peers that come; a test whose peers do not come sets its own
 
 RING = Limits(doubling_bytes=SMALL, halving_bytes=0, tree_bytes=SMALL)
@@ -206,7 +208,12 @@ def assert_none(*problems: str | None) -> None:
 
 def values_of(rank: int, numel: int, salt: int = 0) -> np.ndarray:
     """(numel,) float64, integers from 1 to 4: the product over four ranks stays exact in bfloat16."""
-    return ((np.arange(numel) * 7 + rank * 3 + salt) * 2654435761 % 1013 % 4 + 1).astype(np.float64)
+    return np.resize(_period((rank * 3 + salt) % PERIOD), numel)
+
+
+@cache
+def _period(start: int) -> np.ndarray:
+    return ((np.arange(PERIOD) * 7 + start) * 2654435761 % PERIOD % 4 + 1).astype(np.float64)
 
 
 def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
@@ -240,14 +247,19 @@ def difference(buf: Buffer, expected: np.ndarray, what: str = "") -> str | None:
 def reduced(
     op: ReduceOp, numel: int, dtype: DType, prescale: float = 1.0, postscale: float = 1.0, salt: int = 0
 ) -> np.ndarray:
+    return np.resize(_reduced_period(op, dtype.is_floating, prescale, postscale, salt % PERIOD), numel)
+
+
+@cache
+def _reduced_period(op: ReduceOp, is_floating: bool, prescale: float, postscale: float, salt: int) -> np.ndarray:
 
     def scaled(values: np.ndarray, factor: float) -> np.ndarray:
-        return values * factor if dtype.is_floating else np.trunc(values * factor)
+        return values * factor if is_floating else np.trunc(values * factor)
 
     combine = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
-    result = scaled(values_of(0, numel, salt), prescale)
+    result = scaled(values_of(0, PERIOD, salt), prescale)
     for rank in range(1, SIZE):
-        result = combine[op](result, scaled(values_of(rank, numel, salt), prescale))
+        result = combine[op](result, scaled(values_of(rank, PERIOD, salt), prescale))
     return scaled(result, postscale)
 
 
