@@ -23,7 +23,7 @@ from hvdlite.node import discover
 from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
-from hvdlite.version import __version__
+from hvdlite.version import exact_version
 from hvdlite.world import LINKS_SHARE, World
 
 _LOG = logging.getLogger("hvdlite")
@@ -163,7 +163,8 @@ def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) 
 
 def _versions(others: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """(this host, versions of packages by name)."""
-    return socket.gethostname(), {"hvdlite": __version__, **{name: str(version) for name, version in others.items()}}
+    own = {"hvdlite": exact_version(), **{name: str(version) for name, version in others.items()}}
+    return socket.gethostname(), own
 
 
 def _card(ranks: Bootstrap | None, config: Config, news: Callable[[], Any]) -> Card:

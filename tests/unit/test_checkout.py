@@ -1,15 +1,25 @@
-"""In a checkout, Python finds the sources before the installed package; they have to be of use or out of the way."""
+"""In a checkout, Python finds the sources before the installed package; they have to be of use or out of the way.
+
+Checkouts of different commits have the same version, and ranks that run them are told apart.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hvdlite
+from hvdlite.bootstrap import start_world
+from hvdlite.config import Config
+from hvdlite.errors import HorovodVersionMismatchError
+from hvdlite.recorder import Recorder
+from hvdlite.version import exact_version
 
 INSTALLED = Path(hvdlite.__file__).parent
 WHERE = "import hvdlite, hvdlite.config as c, hvdlite._native as n; print(c.__file__, n.__file__)"
@@ -56,3 +66,41 @@ except ImportError as error:
     said = python(Path("/"), "-c", alone)
     assert said.startswith(f"hvdlite's compiled extension is not in {checkout}/hvdlite, and no other hvdlite is")
     assert "python3 examples/quickstart.py" in said and "python setup.py build_ext --inplace" in said
+
+
+def test_the_same_sources_are_the_same_version_wherever_they_are(checkout: Path) -> None:
+    (checkout / "hvdlite" / "version.py").write_bytes((INSTALLED / "version.py").read_bytes())
+    (checkout / "hvdlite" / "_native.compiled.here.so").write_text("otherwise")
+    assert exact_version(str(checkout / "hvdlite")) == exact_version()
+
+
+def test_other_sources_are_another_version(checkout: Path) -> None:
+    with (checkout / "hvdlite" / "links" / "wire.py").open("a") as wire:
+        wire.write("# as of a later commit\n")
+    (checkout / "hvdlite" / "version.py").write_bytes((INSTALLED / "version.py").read_bytes())
+    assert exact_version(str(checkout / "hvdlite")) != exact_version()
+
+
+class WithAnotherCommit:
+    """Rank 0 of two, of which the other one has its sources from another commit, and sends what is of no use here."""
+
+    comm = None
+    rank, size = 0, 2
+
+    def subset(self, ranks: Sequence[int], /) -> WithAnotherCommit:
+        return self
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        (host, versions), complaint = value
+        return [value, ((host, {**versions, "hvdlite": f"{hvdlite.__version__} (sources 01234567)"}), complaint)]
+
+    def close(self) -> None:
+        pass
+
+
+def test_ranks_of_different_commits_are_refused() -> None:
+    ranks, config = WithAnotherCommit(), Config()
+    with pytest.raises(
+        HorovodVersionMismatchError, match=r"different versions of hvdlite: .*\) on rank 0 .*67\) on rank 1"
+    ):
+        start_world(ranks, config, Recorder(), versions={}, news=lambda: None, on_notice=lambda _: None)
