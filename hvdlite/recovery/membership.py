@@ -8,7 +8,7 @@ from contextlib import suppress
 from hvdlite import plain
 from hvdlite.errors import StartupError
 from hvdlite.recovery.roster import Generation, Join
-from hvdlite.start.meeting_point import connect, receive, send
+from hvdlite.start.meeting_point import connect, receive, send, unreachable
 
 REMOVED, ADDED = 1, 2  # bits of what a member is told: workers are to leave, workers want to come
 
@@ -47,7 +47,7 @@ class Membership:
             send(self._link, plain.dumps(Join(self.worker, failed, follows_rank_0)))
             answer = receive(self._link)
         except OSError as error:
-            raise StartupError(f"worker {self.worker} cannot reach hvdliterun, which has ended: {error}") from error
+            raise StartupError(unreachable(error, f"worker {self.worker}", "hvdliterun")) from error
         self.generation = self._read(answer)
         return self.generation
 

@@ -194,29 +194,31 @@ class AtMeetingPoint:
                 link.settimeout(timeout_s + _ANSWER_S)
                 values, complaint = _answer(receive(link))
         except OSError as error:
-            if error.errno in SHORTAGES:
-                cause = "raise the limits on open files (ulimit -n) and memory"
-            elif isinstance(error, ConnectionRefusedError):
-                cause = (
-                    "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` "
-                    "may work"
-                )
-            elif isinstance(error, _OtherUserError):
-                cause = (
-                    f"this process is user {os.geteuid()}'s; call hvd.init() before it becomes that (os.setuid), or "
-                    f"start the {self._whose} as that user"
-                )
-            else:
-                cause = (
-                    f"it has ended, or is of another version of hvdlite than this process ({__version__}): start ranks "
-                    "by `python -m hvdlite run` with their own python"
-                )
-            raise StartupError(
-                f"rank {rank} cannot reach the {self._whose} that has started it ({error}): {cause}"
-            ) from error
+            raise StartupError(unreachable(error, f"rank {rank}", self._whose)) from error
         if complaint:
             raise MissingError(complaint)
         return values
+
+
+def unreachable(error: OSError, who: str, whose: str) -> str:
+    """That ``who`` cannot reach the meeting point that ``whose`` is, why, and the way out."""
+    if error.errno in SHORTAGES:
+        cause = "raise the limits on open files (ulimit -n) and memory"
+    elif isinstance(error, ConnectionRefusedError):
+        cause = (
+            "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` may work"
+        )
+    elif isinstance(error, _OtherUserError):
+        cause = (
+            f"this process is user {os.geteuid()}'s; call hvd.init() before it becomes that (os.setuid), or start the "
+            f"{whose} as that user"
+        )
+    else:
+        cause = (
+            f"it has ended, or is of another version of hvdlite than this process ({__version__}): start ranks by "
+            "`python -m hvdlite run` with their own python"
+        )
+    return f"{who} cannot reach the {whose} that has started it ({error}): {cause}"
 
 
 def connect(where: str, purpose: bytes = b"start") -> socket.socket:

@@ -18,6 +18,7 @@ from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.links.proof import Caller, Secret, prove
+from hvdlite.recovery import membership
 from hvdlite.recovery.roster import Join
 from hvdlite.start import meeting_point
 from hvdlite.start.meeting_point import AtMeetingPoint, MeetingPoint, Visit, connect
@@ -203,6 +204,16 @@ def test_a_rank_of_another_version_says_so(point: MeetingPoint, monkeypatch: pyt
     monkeypatch.setattr(meeting_point, "send", lambda link, data: send(link, plain.dumps(("key", 0, 1.0))))
     with pytest.raises(StartupError, match=rf"another version of hvdlite than this process \({__version__}\)"):
         at(point).gather("key", [0], 0, b"", 1.0)
+
+
+def test_a_worker_of_another_version_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic job's, likewise."""
+    send = meeting_point.send
+    monkeypatch.setattr(membership, "send", lambda link, data: send(link, plain.dumps(("worker", 0))))
+    told = rf"worker 0 cannot reach the hvdliterun .* another version of hvdlite than this process \({__version__}\)"
+    worker = membership.Membership(point.environment[MEETING_POINT], 0)
+    with closing(worker), pytest.raises(StartupError, match=told):
+        worker.join()
 
 
 def test_a_rank_without_descriptors_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
