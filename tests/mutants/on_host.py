@@ -7,6 +7,7 @@ from mutant import Mutant
 _COLLECTIVES = "hvdlite/collectives/"
 _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _EARLY = "unit/test_early.py"
+_BOUND = "unit/test_collective_executors.py"
 _MESSAGES = "unit/test_native_messages.py"
 _THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
 
@@ -142,6 +143,17 @@ MUTANTS = [
         _MESSAGES,
     ),
     Mutant("csrc/messages/bound_pipeline.cpp", " && have_left(sent_);", ";", _MESSAGES),
+    Mutant("hvdlite/collectives/bound.py", "                self._once.clear()\n", "                pass\n", _BOUND),
+    Mutant("hvdlite/collectives/bound.py", "if bound >= _MOST or self", "if self", _BOUND),
+    Mutant("hvdlite/collectives/bound.py", "clear()\n        self._messages = 0\n", "clear()\n", _BOUND),
+    Mutant("hvdlite/collectives/bound.py", "            pipeline.close()\n", "            pass\n", _BOUND),
+    Mutant("hvdlite/collectives/bound_pipeline.py", "if not self._is_under_way:", "if True:", _BOUND),
+    Mutant(
+        "hvdlite/collectives/bound_pipeline.py",
+        "        self._requests.count_done(1)\n        self._is_under_way = False\n",
+        "        self._requests.count_done(1)\n",
+        _BOUND,
+    ),
     Mutant("csrc/waiting/polite_look.h", "while (now < end && now >= from_) {", "while (now < end) {", _MESSAGES),
     Mutant(
         "csrc/messages/early_turns.cpp",

@@ -52,6 +52,7 @@ class Request:
 
     def Free(self) -> None:
         assert not self.is_active
+        self._endpoint.held -= 1
 
 
 class OfRequests(Mpi):
@@ -73,7 +74,11 @@ class OfRequests(Mpi):
 
 
 class FakeEndpoint:
-    """What schedules need of `hvdlite.collectives.requests.Endpoint`; native code gets requests by number."""
+    """What schedules need of `hvdlite.collectives.requests.Endpoint`; native code gets requests by number.
+
+    Attributes:
+        held: persistent requests that were not given back.
+    """
 
     longest_nap_us = 1
 
@@ -82,6 +87,7 @@ class FakeEndpoint:
         self.polite_look = _native.PoliteLook(1, 1000, 0)
         self._mpi = OfRequests()
         self.functions = self._mpi.functions if has_functions else None
+        self.held = 0
         self._network, self._rank = network, rank
         self._leaving: deque[Request] = deque()
         self._waiting: defaultdict[int, deque[Request]] = defaultdict(deque)  # by source, in the order of messages
@@ -105,9 +111,11 @@ class FakeEndpoint:
                 request.is_active = False
 
     def bind_send(self, address: int, nbytes: int, to: int) -> Request:
+        self.held += 1
         return Request(self, address, nbytes, to, sends=True)
 
     def bind_receive(self, address: int, nbytes: int, source: int) -> Request:
+        self.held += 1
         return Request(self, address, nbytes, source, sends=False)
 
     def address_of(self, request: Request) -> int:
@@ -115,13 +123,13 @@ class FakeEndpoint:
 
     def send(self, address: int, nbytes: int, to: int) -> Request:
         self.traffic.sent(nbytes)
-        request = self.bind_send(address, nbytes, to)
+        request = Request(self, address, nbytes, to, sends=True)
         request.Start()
         return request
 
     def receive(self, address: int, nbytes: int, source: int) -> Request:
         self.traffic.received(nbytes)
-        request = self.bind_receive(address, nbytes, source)
+        request = Request(self, address, nbytes, source, sends=False)
         request.Start()
         return request
 
@@ -242,9 +250,79 @@ def test_what_else_comes_again(size: int, per_rank: int, has_functions: bool) ->
         if has_functions and not all(bound.get(name) or bound.pipeline(name) for name in schedules):
             problems.append("not all is bound")
         bound.close()
+        if endpoint.held:
+            problems.append(f"{endpoint.held} requests are left")
         return problems
 
     assert [problem for problems in on_ranks(size, work) for problem in problems] == []
+
+
+class OfTwo:
+    """What rank 0 of two remembers of calls of short and of long schedules, of which none is executed."""
+
+    def __init__(self) -> None:
+        self.endpoint = FakeEndpoint(defaultdict(deque), 0, has_functions=True)
+        self._memory = np.zeros(100 * SEGMENT // 8, np.int64)
+        self._scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
+        self.bound = BoundSchedules(self.endpoint, self._scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+
+    def call(self, call: str, *, times: int = 2, segments: int = 1) -> None:
+        """It is called, and would take as many messages."""
+        numel = segments * SEGMENT // 8
+        schedule = algorithms.tree_broadcast(numel, 0, 0, 2, SEGMENT // 8)
+        for _ in range(times):
+            self.bound.called(call, schedule, Buffer.of_numpy(self._memory[:numel]))
+
+    def are_bound(self, *calls: str) -> list[bool]:
+        return [bool(self.bound.get(call) or self.bound.pipeline(call)) for call in calls]
+
+
+def test_calls_that_do_not_come_again_throw_out_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST", 3)
+    two = OfTwo()
+    two.call("short")
+    two.call("long", segments=50)
+    for call in ["first", "second", "third", "fourth"]:
+        two.call(call, times=1)
+    assert two.are_bound("short", "long") == [True, True]
+    two.call("first", times=1)  # which has been forgotten meanwhile
+    assert two.are_bound("first") == [False]
+
+
+def test_what_is_bound_goes_where_there_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives its requests back."""
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST", 3)
+    two = OfTwo()
+    for call, segments in {"short": 1, "other": 1, "long": 50}.items():
+        two.call(call, segments=segments)
+    assert two.endpoint.held == 52
+    two.call("new")
+    assert two.are_bound("short", "other", "long", "new") == [False, False, False, True]
+    assert two.endpoint.held == 1
+
+
+def test_what_is_bound_goes_where_there_would_be_too_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST_MESSAGES", 100)
+    two = OfTwo()
+    two.call("longest", segments=99)
+    two.call("short")
+    assert two.are_bound("longest", "short") == [True, True]
+    two.call("long", segments=50)
+    two.call("as long", segments=50)
+    two.call("short", times=1)  # has to come twice again
+    assert two.are_bound("longest", "short", "long", "as long") == [False, False, True, True]
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST_MESSAGES", 40)
+    two.call("too long", segments=41)
+    assert two.are_bound("too long", "as long") == [False, True]
+
+
+def test_what_is_under_way_keeps_its_requests() -> None:
+    """As after a failure: MPI may still write."""
+    two = OfTwo()
+    two.call("long", segments=50)
+    two.bound.pipeline("long").start()  # type: ignore[union-attr]
+    two.bound.close()
+    assert two.are_bound("long") == [False] and two.endpoint.held == 50
 
 
 class Late:
