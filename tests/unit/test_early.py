@@ -156,7 +156,7 @@ class Rank:
         native: whether it knows functions of MPI.
     """
 
-    def __init__(self, comm: ThreadComm, chance: float = 1.0, native: bool = True) -> None:
+    def __init__(self, comm: ThreadComm, chance: float = 1.0, native: bool = True, timeout_s: float = 10.0) -> None:
         self.rank, self.size = comm.rank, comm.size
         node = Node(comm)
         self.memory = memory = HostMemory(node)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class Rank:
             nodes=[comm.size, 1],
             ranks=range(comm.size),
             spin_us=10,
-            timeout_s=10.0,
+            timeout_s=timeout_s,
             check=lambda: None,
             recorder=Recorder(),
         )
@@ -330,10 +330,14 @@ def test_who_has_begun_packets_sees_whether_somebody_drops_them(ways: str) -> No
 @pytest.mark.parametrize("way", ["native", "step by step", "meeting"])
 @pytest.mark.parametrize("is_rung_again", [False, True])
 def test_who_slept_until_its_node_was_ready_waits_for_other_nodes(way: str, is_rung_again: bool) -> None:
-    """The ring that has ended the sleep is no news; else whoever is first in its node would leave all to Python."""
+    """The ring that has ended the sleep is no news; else whoever is first in its node would leave all to Python.
+
+    Another one ends a wait whose time is not over for as long as the test may take.
+    """
+    patience_s = 1000.0
 
     def work(comm: ThreadComm) -> bool:
-        rank = Rank(comm, chance=0.0 if is_rung_again else 0.01, native=way == "native")
+        rank = Rank(comm, 0.0 if is_rung_again else 0.01, native=way == "native", timeout_s=2 * patience_s)
         value = rank.input(1)
         tensors, address = rank.early.tensors([value.ctypes.data], rank.layout), [value.ctypes.data]
         bell = comm.allgather(rank.bell)[0]
@@ -349,11 +353,11 @@ def test_who_slept_until_its_node_was_ready_waits_for_other_nodes(way: str, is_r
         if way == "meeting":
             engine: Any = SimpleNamespace(early=rank.early, memory=rank.memory)
             request: Any = SimpleNamespace(begin_early=lambda *_: rank.early.begin(tensors, rank.layout, SUM, "early"))
-            meeting: Any = EarlyOperations(engine).meeting(rank.counts, 10.0)
+            meeting: Any = EarlyOperations(engine).meeting(rank.counts, patience_s)
             outcome = meeting._begin(SimpleNamespace(request=request), 1, 1, 0)
             assert (outcome is Outcome.NOT_YET) == is_rung_again
         else:
-            call = rank.prepare()
+            call = rank.prepare(patience_s=patience_s)
             result = call.run(address, address, 1, 1, 0)
             if result == BEGUN:
                 result = call.resume(result)
@@ -364,6 +368,25 @@ def test_who_slept_until_its_node_was_ready_waits_for_other_nodes(way: str, is_r
         return value.tolist() == rank.expected(1)
 
     assert on_ranks(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_who_waits_for_other_nodes_loses_patience(native: bool) -> None:
+    """Then it is left to the coordinator, which has other work."""
+
+    def work(comm: ThreadComm) -> bool:
+        rank = Rank(comm, chance=0.0, native=native)
+        value = rank.input(1)
+        call, address = rank.prepare(patience_s=0.0), [value.ctypes.data]
+        result = call.run(address, address, 1, 1, 0)
+        if result == BEGUN:
+            result = call.resume(result)
+        assert result == NOT_YET and rank.early.has_begun
+        rank.mpi.done = Sometimes(1.0, seed=1)
+        rank.finish(value, 1, SUM)
+        return value.tolist() == rank.expected(1)
+
+    assert on_ranks(1, work) == [True]
 
 
 @pytest.fixture
