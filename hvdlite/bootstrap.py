@@ -70,6 +70,7 @@ def start_world(
     news: Callable[[], Any],
     on_notice: Callable[[dict[str, Any]], None],
     names: Sequence[int] | None = None,
+    recovers: bool = False,
 ) -> Start:
     """The first world of a job. Collective over ``ranks``.
 
@@ -80,6 +81,7 @@ def start_world(
         news: what the first rank tells all; called there only.
         on_notice: see `World`.
         names: what failures call the ranks; their own numbers unless given.
+        recovers: see `Health`.
 
     Raises:
         StartupError: names what is wrong and the way out, on every rank.
@@ -113,7 +115,8 @@ def start_world(
         watched = [
             (called[rank], _where(cards[rank], started_as.get(called[rank])), link) for rank, link in neighbours.items()
         ]
-        health = Health(called[topology.rank], watched, config, launched.launcher_process(), started_as)
+        launcher = launched.launcher_process()
+        health = Health(called[topology.rank], watched, config, launcher, started_as, recovers=recovers)
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
     world_ranks, processes = [card.world_rank for card in cards], [card.process for card in cards]

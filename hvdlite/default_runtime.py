@@ -127,9 +127,15 @@ def _build(arguments: InitArguments, config: Config, earlier: Mapping[str, int] 
             configure_logging(config, 0 if ranks is None else ranks.rank)
             if ranks is None or ranks.rank == 0:
                 _warn_of_misspelt()
-            made = Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds, earlier=earlier)
+            made = Runtime(
+                ranks,
+                config,
+                versions=arguments.versions,
+                worlds=_hooks.worlds,
+                earlier=earlier,
+                recovers=membership() is not None,  # elastic.run sees to it, however late it is called
+            )
             _hooks.started(made, arguments)
-        expect_recovery(True)  # elastic.run sees to it, however late it is called
         if _hooks.peers.survivors is not None:
             runtime().world.health.add(_hooks.peers.survivors)
     except BaseException:

@@ -39,6 +39,7 @@ class Runtime:
         versions: of packages that must be the same on every rank, by name.
         worlds: in which this process is beside this one.
         earlier: what this rank has counted before hvdlite was started again.
+        recovers: see `hvdlite.liveness.health.Health`.
 
     Attributes:
         group: of all ranks.
@@ -58,6 +59,7 @@ class Runtime:
         versions: Mapping[str, str] | None = None,
         worlds: ProcessWorlds | None = None,
         earlier: Mapping[str, int] | None = None,
+        recovers: bool = False,
     ) -> None:
         self._worlds = worlds or ProcessWorlds()
         self._earlier = earlier or {}
@@ -69,6 +71,7 @@ class Runtime:
             versions=versions or {},
             news=partial(load_choice, config),
             on_notice=lambda content: own._timeline.take_notice(content),
+            recovers=recovers,
         )
         self.world, self.choice = start.world, start.news
         self.closed = self.is_left = False

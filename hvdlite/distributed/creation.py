@@ -90,9 +90,9 @@ def _created(options: Any) -> HvdliteProcessGroup:
             news=lambda: None,
             on_notice=lambda content: None,
             names=ranks,
+            recovers=default_runtime.membership() is not None,  # by elastic.run, as hvd.init()'s does
         )
         on_failure.pop_all()
-    start.world.health.recovers = default_runtime.membership() is not None  # by elastic.run, as hvd.init()'s does
     worlds = default_runtime.worlds()
     timeline = steps = None
     if not options.global_ranks_in_group:  # of all ranks

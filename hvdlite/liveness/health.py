@@ -45,7 +45,8 @@ class Health:
         failure: the reason; None while the job lives.
         failed_rank: None where no rank has failed, or none alone.
         was_logged: the first line of ``failure`` has been written to the log, or is about to be.
-        recovers: the program goes on after a failure, so this rank is not ended soon after one.
+        recovers: the program goes on after a failure, so this rank is not ended soon after one. It has to be known from
+            the beginning, as a rank may fail while others are still in their start.
         is_said: whether another world of this process has logged that line, or is about to.
 
     Args:
@@ -61,11 +62,13 @@ class Health:
         config: Config,
         launcher: LauncherProcess | None = None,
         started_as: Mapping[int, int] | None = None,
+        *,
+        recovers: bool = False,
     ) -> None:
         self.failure: HorovodInternalError | None = None
         self.failed_rank: int | None = None
         self.was_logged = False
-        self.recovers = False
+        self.recovers = recovers
         self.is_said: Callable[[str], bool] = lambda line: False
         self._rank = rank
         self._started_as = started_as or {}

@@ -157,6 +157,37 @@ def test_a_misspelt_setting_is_named_once() -> None:
     assert run(MISSPELT) == "HVDLITE_LOGLEVEL is no setting, and is ignored: is HVDLITE_LOG_LEVEL meant?\n"
 
 
+FAILS_MEANWHILE = """
+import os, time
+import hvdlite
+from hvdlite import default_runtime, job_runtime
+from hvdlite.recovery.roster import Generation
+
+class Member:
+    generation = Generation(1, (0,), are_alike=False)
+
+    def join(self, *_, **__):
+        return self.generation
+
+def make_timeline(world, worlds, make=job_runtime.JobTimeline):
+    world.health.rank_failed(1, "rank 1 died")
+    return make(world, worlds)
+
+os.environ["HVDLITE_FAILURE_GRACE_SECONDS"] = "0"
+default_runtime.peers().membership = Member()
+job_runtime.JobTimeline = make_timeline
+hvdlite.init()
+time.sleep(0.5)
+print("goes on", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_of_an_elastic_job_goes_on_though_another_fails_before_init_returns() -> None:
+    """It is not ended after HVDLITE_FAILURE_GRACE_SECONDS, as one is that does not go on."""
+    assert run(FAILS_MEANWHILE) == "goes on\n"
+
+
 IN_A_POOL = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
