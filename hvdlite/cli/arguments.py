@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -188,3 +189,17 @@ def _arity(name: str, words: Sequence[str]) -> int:
         return min(1, len(words))
     # An option that is unknown here may be a flag; then what follows is another option, or the program.
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1
+
+
+def misspelt(options: Sequence[str]) -> list[str]:
+    """A sentence on each of ``options``, of which mpirun has refused some, whose name is nearly one of ours."""
+    ours = sorted(_SWITCHES | _WITH_ARGUMENT | horovodrun.BY_NAME.keys())
+    sentences = []
+    for word in options:
+        option = word.partition("=")[0]
+        name = option.lstrip("-")
+        if option.startswith("-") and name not in _FLAGS | _PAIRS:
+            # 0.85: mpirun's --output, --timeout and --max-restarts are none of ours with a slip of the pen.
+            for meant in difflib.get_close_matches(name, ours, n=1, cutoff=0.85):
+                sentences.append(f"{option} is no option of hvdliterun, so mpirun was given it: is --{meant} meant?")
+    return sentences

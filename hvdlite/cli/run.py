@@ -18,7 +18,7 @@ from pathlib import Path
 from hvdlite import environment
 from hvdlite.cli import elastic, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
-from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
+from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, misspelt, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling, stands_out
@@ -54,7 +54,7 @@ _LOST_HOST = (
     "MPI_ERRORS_ARE_FATAL",
 )
 # Exit status of Open MPI 5's prterun, and of its daemons, that could not start a thread: bad luck on busy hosts; the
-# next try does.
+# next try does. Also of a prterun that does not take its options.
 _NO_LISTENER = 213
 _NO_SPACE_BYTES = 1 << 16  # left on a disk: some file systems keep a rest
 _START_S = 1.0  # less than a rank needs to come to an end of its own
@@ -319,8 +319,15 @@ def _run_mpirun(
         start_s = config.start_timeout_s * _DAEMONS_SHARE if many else _START_S
         is_at_the_start = not ending.was_stopped and time.time() - started < start_s
         if chosen.mpi is Mpi.OPEN_MPI and ending.status == _NO_LISTENER and is_at_the_start:
-            say(f"mpirun could not begin to listen (exit status {_NO_LISTENER}), and started nothing; tries once more")
-            ending = run()
+            unknown = misspelt(launch.options)
+            for text in unknown:
+                say(text)
+            if not unknown:
+                say(
+                    f"mpirun has started nothing (exit status {_NO_LISTENER}): for a reason that it gives above, as an "
+                    "option that it does not take, or since it could not begin to listen; tries once more"
+                )
+                ending = run()
             if ending.status == _NO_LISTENER and "prte_if_include" in command.argv:
                 say(
                     f"perhaps a host has no interface {launch.interfaces}: mpirun's daemon ends there then. Where "

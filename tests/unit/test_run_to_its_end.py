@@ -131,6 +131,17 @@ class TestRunning:
         assert errors.count("tries once more") == 1
         assert len(tries.read_text()) == 2
 
+    @pytest.mark.parametrize(("word", "meant"), [("--restart=3", "--restarts"), ("--elastik", "--elastic")])
+    def test_an_option_that_is_nearly_one_of_ours_is_named_where_mpirun_takes_none(
+        self, tmp_path: Path, word: str, meant: str
+    ) -> None:
+        tries = tmp_path / "tries"
+        job = self.start(self.mpirun(tmp_path, f"echo >>{tries}; exit 213"), word)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 213
+        assert f"is {meant} meant?" in errors and "once more" not in errors
+        assert len(tries.read_text()) == 1
+
     def test_a_named_interface_may_be_why_nothing_listens(self, tmp_path: Path) -> None:
         job = self.start(self.mpirun(tmp_path, "exit 213"), "-H", "a,b", "--network-interfaces", "lo")
         _, errors = job.communicate(timeout=60)
