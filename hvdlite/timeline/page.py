@@ -83,7 +83,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise PlotlyMissingError("a page needs Plotly: pip install hvdlite[report]") from error
+        raise PlotlyMissingError("a page needs Plotly: pip install 'hvdlite[report]'") from error
     text: str = get_plotlyjs()
     return text.replace("</script", "<\\/script")
 

