@@ -8,7 +8,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdlite.cli.reader import ends_with_reader, printable
@@ -42,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.command == "merge":
-            count = merge_traces(options.out, options.parts)
+            with _named(options.out):
+                count = merge_traces(options.out, options.parts)
             print(printable(f"{options.out}: {counted(count, 'event')} from {counted(len(options.parts), 'file')}"))
         else:
             _report(options.trace, options.rank, options.json, options.steps, options.html)
@@ -55,6 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hvdlite timeline: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """An OSError that says of no file, as that of a full disk, is of ``path``, and not of what is printed."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +122,8 @@ def _report(path: str, rank: int | None, as_json: bool, last: int, html: str | N
         notice = f"{rank_list(shown)} alone, as the optimizers of others have other process sets: {others}"
     report = build_report(chosen)
     if html is not None:
-        Path(html).write_text(page(title, report), encoding="utf-8", errors="backslashreplace")
+        with _named(html):
+            Path(html).write_text(page(title, report), encoding="utf-8", errors="backslashreplace")
     if as_json:
         figures = dataclasses.asdict(report)
         figures["long_steps"] = [dataclasses.asdict(step) for step in long_steps(report)]

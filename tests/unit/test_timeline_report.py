@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -253,6 +254,20 @@ def test_only_the_last_steps_are_printed(trace: str, capsys: pytest.CaptureFixtu
     assert "17.50" not in output
     assert main(["report", "--steps", "0", trace]) == 0
     assert "17.50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["merge", "FILE", "TRACE"], ["report", "TRACE", "--html", "FILE"]])
+def test_a_file_for_which_the_disk_has_no_room_is_named(
+    trace: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hvdlite.cli.timeline.merge_traces", no_room)
+    monkeypatch.setattr("hvdlite.cli.timeline.page", lambda *_: "")
+    monkeypatch.setattr(Path, "write_text", no_room)
+    assert main([{"FILE": "wanted", "TRACE": trace}.get(word, word) for word in words]) == 1
+    assert capsys.readouterr().err == "hvdlite timeline: wanted: No space left on device\n"
 
 
 def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
