@@ -81,6 +81,10 @@ def test_other_sources_are_another_version(checkout: Path) -> None:
     assert exact_version(str(checkout / "hvdlite")) != exact_version()
 
 
+def test_without_sources_the_version_is_all_that_is_known(tmp_path: Path) -> None:
+    assert exact_version(str(tmp_path)) == exact_version(str(tmp_path / "missing")) == hvdlite.__version__
+
+
 class WithAnotherCommit:
     """Rank 0 of two, of which the other one has its sources from another commit, and sends what is of no use here."""
 
