@@ -78,4 +78,4 @@ if other_variable(INSTRUCTION_SET):
     try:
         _native.use_instruction_set(other_variable(INSTRUCTION_SET))
     except ValueError as error:
-        raise ConfigError(f"{INSTRUCTION_SET}={other_variable(INSTRUCTION_SET)!r}: {error}") from error
+        raise ConfigError(f"{INSTRUCTION_SET}={other_variable(INSTRUCTION_SET)!r}: {error}") from None

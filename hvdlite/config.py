@@ -202,7 +202,7 @@ class Config:
     disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
     """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""
 
-    metrics_port: int = _setting(0, _not_negative(_int), "METRICS_PORT")
+    metrics_port: int = _setting(0, _not_negative(_int_up_to(65535)), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
 
     check_numerics: str = _setting("off", _one_of("off", "warn", "raise"), "CHECK_NUMERICS")

@@ -130,6 +130,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     if "doctor" in arguments.switches:
         as_json = ["--json"] if "json" in arguments.switches else []
         words = [sys.executable, "-m", "hvdlite", "doctor", *as_json, *words]
+    elif "json" in arguments.switches:
+        raise ConfigError("--json is for what --doctor says; an option of the program stands behind the program")
     arguments.program = words
     if not words and not arguments.switches & QUESTIONS:
         raise ConfigError("no program to run; see python -m hvdlite run --help")

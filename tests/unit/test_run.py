@@ -173,6 +173,8 @@ class TestParsing:
         ("words", "text"),
         [
             ("train.py", "how many ranks"),
+            ("-np2 train.py", "-H a:2,b:2 (-np2 is for mpirun)"),
+            ("--json -np 2 train.py", "--json is for what --doctor says"),
             ("-np 0 train.py", "above 0"),
             ("-np four train.py", "above 0"),
             ("-np \u00b2 train.py", "above 0"),
