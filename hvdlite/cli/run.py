@@ -410,8 +410,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     if count is None and slots:
         count = max(arguments.least or 1, min(slots, arguments.most or slots))
     if count is None:
-        options = f" ({' '.join(arguments.options)} is for mpirun)" if arguments.options else ""
-        raise ConfigError(f"how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2{options}")
+        of_mpirun = f" ({' '.join(arguments.options)} is for mpirun)" if arguments.options else ""
+        raise ConfigError(f"how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2{of_mpirun}")
     program = arguments.program
     if program[0].endswith(".py"):
         program = [sys.executable, *program]

@@ -250,14 +250,14 @@ class GradientReducer:
         return [(slot.name, slot.param) for slot in self.arrival.slots]
 
     def _finish_step(self) -> None:
-        if self._is_as_before:
+        with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
+            if not self._is_as_before:
+                self._finish_changes()
+                return
             try:
                 self._finish(self._live)
             finally:
                 self.reset()
-        else:
-            with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
-                self._finish_changes()
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         """Submit what is left of ``buckets``, wait for all, and deliver."""

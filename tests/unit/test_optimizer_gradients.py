@@ -15,6 +15,7 @@ import hvdlite.torch as hvd
 from fake_world import FakeWorld, Universe
 from hvdlite.dtypes import DType
 from hvdlite.errors import UsageError
+from hvdlite.torch import arrival
 from optimizer_lab import FACTOR, SHAPES, Scales, expected, reduced, wrap
 from wrapper_lab import Sharded
 
@@ -364,7 +365,11 @@ def test_fp16_compression_is_the_runtimes(world: FakeWorld) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_steps_in_inference_mode(world: FakeWorld, set_to_none: bool) -> None:
+@pytest.mark.parametrize("orderly_steps", [1, 20])
+def test_steps_in_inference_mode(
+    world: FakeWorld, set_to_none: bool, orderly_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrival, "_ORDERLY_STEPS", orderly_steps)
     model = Scales(*SHAPES)
     optimizer = wrap(model)
     for step in range(4):
