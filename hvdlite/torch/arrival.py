@@ -234,7 +234,7 @@ class Arrival:
             self._on_gradient(slot, parameter)
             return
         bucket = slot.bucket
-        if bucket is not None and slot.active and len(self.order) == 1 and self.order[0] is self._expected[0]:
+        if bucket is not None and slot.active and len(self.order) == 1:
             self.order += self._expected[1:]
             slot.passes_left = bucket.missing = 0
             self._came_as_expected = True
@@ -250,9 +250,7 @@ class Arrival:
     def reset(self) -> None:
         """No gradient has come."""
         order, expected = self.order, self._expected
-        is_orderly = (
-            len(order) == len(expected) > 2 and order[0] is expected[0] and order[-1] is expected[-1] and not self.late
-        )
+        is_orderly = len(order) == len(expected) > 2 and order[0] is expected[0] and not self.late
         for slot in self._ends if self._came_as_expected and is_orderly else order:
             slot.passes_left = self._passes
         if self.watches_ends and order and not is_orderly:

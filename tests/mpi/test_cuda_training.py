@@ -18,6 +18,7 @@ import hvdlite.torch as hvd
 from cuda_lab import simulated
 from cuda_torch import TorchOnGpu
 from hvdlite.memory.device import DeviceMemory
+from hvdlite.torch import arrival
 from hvdlite.torch.gradients import Slot
 
 pytestmark = [
@@ -211,8 +212,11 @@ class _OnStream(torch.autograd.Function):
 @pytest.mark.parametrize("numels", [(3, 50), (20_000, 30_000)], ids=["small", "large"])
 @pytest.mark.parametrize("buckets", [1, 2])
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_backward_on_several_streams(gpu: TorchOnGpu, numels: tuple[int, ...], buckets: int, passes: int) -> None:
+def test_backward_on_several_streams(
+    gpu: TorchOnGpu, numels: tuple[int, ...], buckets: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the last gradient of a bucket has come, streams have yet to make others."""
+    monkeypatch.setattr(arrival, "_ORDERLY_STEPS", 1)
     side = gpu.cuda.stream()
     weights = [torch.nn.Parameter(torch.zeros(numel, device="cuda")) for numel in numels * (2 * buckets)]
     optimizer = hvd.DistributedOptimizer(
