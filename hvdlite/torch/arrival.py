@@ -4,8 +4,10 @@ A hook is called once autograd has accumulated into its parameter; with 400 tiny
 Python per hook. Where all gradients are in one bucket nothing has to be done before step(), which reduces in any case
 what is there. So once they have come in order for a while, and nobody has changed any on its way, only the ends have
 hooks, the first and the last of that order, and step() loads the bucket. If the ends do not come so, or somebody
-changes them, each gradient gets a hook again, for a while. A backward pass that reaches neither is not counted. On GPUs
-each always has a hook, which notes the stream on which the gradient is made: autograd uses that of the forward pass.
+changes them, each gradient gets a hook again, for a while. A backward pass that reaches neither is not counted.
+
+On a GPU a hook notes the stream on which the gradient is made, as autograd uses that of the forward pass: who loads in
+backward has to follow it. At the end of backward the stream of whoever has called it has followed them all.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Arrival:
     @property
     def _can_leave_inner(self) -> bool:
         """Whether the ends could stand for all."""
-        return self._passes == 1 and len(self._expected) > 2 and not self._expected[0].is_on_device
+        return self._passes == 1 and len(self._expected) > 2
 
     @property
     def watches_all(self) -> bool:

@@ -258,12 +258,6 @@ MUTANTS = [
         "2 mpi/test_cuda_training.py -k several_streams",
     ),
     Mutant(
-        "hvdlite/torch/arrival.py",
-        " and not self._expected[0].is_on_device\n",
-        "\n",
-        "2 mpi/test_cuda_training.py -k several_streams",
-    ),
-    Mutant(
         "hvdlite/torch/gradients.py",
         "dtype=self.dtype, device=gradient.device)",
         "dtype=self.dtype)",
