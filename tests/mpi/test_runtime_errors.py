@@ -315,7 +315,7 @@ def test_versions_are_compared_before_what_other_versions_cannot_read(
     world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if RANK == LAST:
-        monkeypatch.setattr(bootstrap, "__version__", "9.9")
+        monkeypatch.setattr(bootstrap, "exact_version", lambda: "9.9")
         monkeypatch.setattr(bootstrap, "Card", lambda *_: _OfAnotherVersion())
     with pytest.raises(HorovodVersionMismatchError, match=rf"versions of hvdlite: .* 9\.9 on rank {LAST}"):
         Runtime(MpiRanks(world), Config())
