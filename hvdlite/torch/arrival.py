@@ -113,26 +113,25 @@ class Arrival:
         register = HookForNow if for_now else hook_for_good
         self._hooks += [register(slot.param, partial(self._hook_of(slot), slot)) for slot in slots]
 
-    def watch(self, order: Sequence[Slot] = ()) -> None:
+    def watch(self, order: Sequence[Slot] = (), *, ends_only: bool = False) -> None:
         """Register hooks, also in the middle of a backward pass.
 
         Args:
             order: in which the gradients of the only bucket should come; empty where there are several buckets, or
                 where nobody knows yet.
+            ends_only: see `watches_ends`.
         """
-        self._watch(order, ends_only=False)
-
-    def _watch(self, order: Sequence[Slot], *, ends_only: bool) -> None:
         self.unwatch()
         _watching.add(self)
         self._expected = list(order)
         self.watches_ends = ends_only
-        inner = set(self._expected[1:-1] if self._can_leave_inner else ())
-        self.hook([slot for slot in self.slots if slot not in inner], for_now=False)
+        inner = self._expected[1:-1] if self._can_leave_inner else []
+        without = set(inner)
+        self.hook([slot for slot in self.slots if slot not in without], for_now=False)
         if ends_only:
-            self._uncounted = inner
+            self._uncounted = without
         elif inner:
-            self.hook(self._expected[1:-1], for_now=True)
+            self.hook(inner, for_now=True)
 
     def unwatch(self) -> None:
         """Leave the parameters alone."""
@@ -266,7 +265,7 @@ class Arrival:
         if self._can_leave_inner:
             self._orderly_steps = self._orderly_steps + 1 if is_orderly else 0
             if self._orderly_steps == _ORDERLY_STEPS:
-                self._watch(expected, ends_only=True)
+                self.watch(expected, ends_only=True)
 
 
 _watching: weakref.WeakSet[Arrival] = weakref.WeakSet()

@@ -82,7 +82,7 @@ class Block:
         Args:
             is_exposed: whether the program could change gradients since `load`, and needs a warning if it did.
         """
-        if self._is_usual and not (is_exposed and not self._taken.are_unchanged(self._parameters)):
+        if self._is_usual and (not is_exposed or self._taken.are_unchanged(self._parameters)):
             if self._copies_back:
                 self._unpack(self._tensors)
             elif self._taken.addresses != self._places:

@@ -1,8 +1,8 @@
 """GradientReducer: hands buckets of gradients to the coordinator while backward runs, and waits for all in step().
 
 A gradient's way: its hook counts it (arrival.py). With the last one of its bucket the bucket is loaded, and submitted
-if there are several: `_complete`. `synchronize`, from ``optimizer.step()``, submits what is left, waits, and has the
-buckets deliver: ``p.grad`` is the reduced gradient.
+if there are several: `_complete`. `synchronize`, from ``optimizer.step()``, loads and submits what is left (the only
+bucket, once its gradients come as expected), waits, and has the buckets deliver: ``p.grad`` is the reduced gradient.
 
 Which gradient is in which bucket is settled in the first steps (assignment.py).
 """

@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(f"{_TORCH}block.py", " and not self._taken.require_grad()", "", "2 mpi/test_small_gradients.py"),
     Mutant(
         f"{_TORCH}block.py",
-        "if self._is_usual and not (is_exposed and not self._taken.are_unchanged(self._parameters)):",
+        "if self._is_usual and (not is_exposed or self._taken.are_unchanged(self._parameters)):",
         "if self._is_usual:",
         "2 mpi/test_small_gradients.py",
     ),
