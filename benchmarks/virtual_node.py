@@ -165,7 +165,7 @@ class VirtualNode:
             self._hear(message, self._speaks_for[node_index], now_s)
 
     def say(self, now_s: float) -> bytes:
-        """What goes to the parent now, or, of the root, into the log: see `Leader.negotiate`."""
+        """What goes to the parent now, or, of the root, into the log: see `Leader.turn`."""
         if self.has_plan:
             plan = self.ranks[0].member.number
             self._pass_on(

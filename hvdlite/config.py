@@ -141,7 +141,8 @@ class Config:
     cache_capacity: int = _setting(1024, _not_negative(_int), "CACHE_CAPACITY")
     """Requests that are remembered so that later submissions send their number only; 0 spells out every one."""
     prepared_operations: bool = _setting(True, _boolean, "PREPARED_OPERATIONS")
-    """On one node, do blocking operations that repeat in one native call; otherwise Python does them, step by step."""
+    """Do in native code what repeats: blocking operations on one node, those of few bytes between nodes, the messages
+    of larger ones there. Otherwise Python does it, step by step."""
     tree_fanout: int = _setting(4, _positive(_int), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(_int_up_to(10**8)), "SPIN_MICROSECONDS")

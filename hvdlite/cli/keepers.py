@@ -108,7 +108,6 @@ class Keepers:
 
     Args:
         is_local: whether all hosts are this machine, so that nothing has to listen on the network.
-        interfaces: where to listen otherwise; see `hvdlite.links.interfaces.select`.
         patience_s: without an answer for so long a connection is lost.
         on_word: called on a thread with what ranks say to hvdliterun, and its number; the answer to a CLAIM.
         start_s: for a keeper to call; half of HVDLITE_START_TIMEOUT.

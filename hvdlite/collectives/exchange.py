@@ -26,6 +26,5 @@ class Exchange(Protocol):
         Args:
             source: where the bytes to send lie, in the order of ranks.
             target: where the received ones go, likewise; does not overlap ``source``.
-            nbytes: (senders, receivers), the same on every rank.
             owner: kept alive with the memory if the exchange fails.
         """

@@ -1,7 +1,7 @@
 """What a rank sends and receives in a collective between nodes, piece by piece: pure, from sizes and ranks alone.
 
 So every rank knows what the others send it. Algorithms (algorithms.py) write schedules; pipeline.py executes them, and
-bound.py those that are short and come again.
+of those that come again bound.py the short ones and bound_pipeline.py the long ones.
 """
 
 from __future__ import annotations

@@ -338,7 +338,8 @@ class Bucket(ABC):
         loaded: the gradients as `load` found them, until the end of the step.
         loads_views: whether these are (inputs, outputs), and the inputs have the elements of all gradients.
         pending: the operation, from submission to the end of the step.
-        streams: of a GPU, by the driver's handles: those on which gradients of this step were made; kept by `Arrival`.
+        streams: of a GPU, by the driver's handles: those on which gradients of this step were made that had hooks; kept
+            by `Arrival`.
         submitted_ns: when, while a timeline is recorded.
     """
 

@@ -213,7 +213,7 @@ def _begun_in_burst(
             return None
         request = group.requests.remember(key, made)
     result = tensor if in_place else torch.empty_like(tensor)
-    # Likewise, while the operation is under way.
+    # Storages are owned as they are now: while the operation is under way `tensor.set_()` may bring another.
     owner = tensor.untyped_storage() if in_place else (tensor.untyped_storage(), result)
     count = group.count if name is None else None
     taken = collector.take(request, address, address if in_place else result.data_ptr(), owner, count)
