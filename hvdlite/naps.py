@@ -13,7 +13,7 @@ WAY_S = 50e-6
 
 A loop of questions lets go of it every 5 ms only, and the thread needs it several times.
 """
-_LONGEST_NAP_S = 100e-6  # while data moves
+LONGEST_NAP_S = 100e-6  # while data moves
 _MOVING_S = 0.05  # a wait that lasts longer is for somebody who is late, not for data
 _IDLE_NAP_S = 2e-3
 _CHECK_S = 10e-3  # between two looks at whether the job has failed
@@ -40,7 +40,6 @@ def nap_until(
     check: Callable[[], None],
     since_s: float | None = None,
     nap_s: float = FIRST_NAP_S,
-    longest_nap_s: float = _LONGEST_NAP_S,
 ) -> None:
     """Return once ``done()`` is true.
 
@@ -48,14 +47,14 @@ def nap_until(
         late: what did not happen in time, for the error.
         check: raises once the job has failed.
         since_s: when the wait began, by the monotonic clock; by default now.
-        nap_s: the first; each is twice as long as the one before, up to ``longest_nap_s`` while data moves.
+        nap_s: the first; each is twice as long as the one before, up to `LONGEST_NAP_S` while data moves.
 
     Raises:
         CollectiveError: ``late``; or what ``check`` raises.
     """
     start_s = time.monotonic() if since_s is None else since_s
     next_check_s = start_s + _CHECK_S
-    longest_s = max(nap_s, longest_nap_s)
+    longest_s = max(nap_s, LONGEST_NAP_S)
     while not done():
         now_s = time.monotonic()
         if now_s >= next_check_s:

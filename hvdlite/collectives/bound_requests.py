@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from hvdlite import _native
 from hvdlite.collectives.schedule import WINDOW, Schedule
 from hvdlite.memory.views import Buffer
-from hvdlite.naps import FIRST_NAP_S
+from hvdlite.naps import FIRST_NAP_S, LONGEST_NAP_S
 
 if TYPE_CHECKING:
     from hvdlite.collectives.requests import Endpoint
 
 _TURN_US = 50_000  # in native code, before Python looks at whether the job has failed
+_LONGEST_NAP_US = round(1e6 * LONGEST_NAP_S)
 
 
 class BoundRequests:
@@ -76,7 +77,7 @@ def complete(native: _native.BoundMessages | _native.BoundPipeline, endpoint: En
     """Return once all that ``native`` has started is done. Raises MPI.Exception, and like `Endpoint.until`."""
 
     def work() -> bool:
-        return is_done(native.work(endpoint.polite_look, _TURN_US, endpoint.longest_nap_us), native)
+        return is_done(native.work(endpoint.polite_look, _TURN_US, _LONGEST_NAP_US), native)
 
     while not work():
         moved, peer = native.moved, native.peer

@@ -47,12 +47,10 @@ class Endpoint:
         ranks: what errors call the ranks of ``comm``.
         timeout_s: the longest wait for one message.
         check: raises once the job has failed.
-        longest_nap_us: while data moves.
         functions: of MPI, for native code; None: Python calls MPI.
 
     Attributes:
         polite_look: for messages, from Python and from native code.
-        longest_nap_us: while data moves.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Endpoint:
         ranks: Sequence[int],
         timeout_s: float,
         check: Callable[[], None],
-        longest_nap_us: int = 100,
         channel: Channel = Channel.HOST,
         functions: MpiFunctions | None = None,
     ) -> None:
@@ -73,7 +70,6 @@ class Endpoint:
         self.traffic = Traffic()
         self.functions = functions
         self.polite_look = polite_look()
-        self.longest_nap_us = longest_nap_us
         self._name = self._label = ""
         self._comm = comm
         self._ranks = tuple(ranks)
@@ -188,7 +184,6 @@ class Endpoint:
             check=self._check,
             since_s=start,
             nap_s=nap,
-            longest_nap_s=self.longest_nap_us * 1e-6,
         )
 
     def gather(self, data: bytes) -> list[bytes] | None:

@@ -80,8 +80,6 @@ class FakeEndpoint:
         held: persistent requests that were not given back.
     """
 
-    longest_nap_us = 1
-
     def __init__(self, network: Network, rank: int, *, has_functions: bool = False) -> None:
         self.traffic = Traffic()
         self.polite_look = _native.PoliteLook(1, 1000, 0)
