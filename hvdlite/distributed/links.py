@@ -24,9 +24,6 @@ _MAY_READ = -1
 _OFFERED_BYTES = 32 << 10  # from here on
 
 
-Expect = Callable[[int, int, int, Offer | None], Arrival]
-
-
 class Outgoing:
     """This rank's end of a link over which it sends.
 

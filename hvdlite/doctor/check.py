@@ -48,9 +48,9 @@ def summary(ranks: list[dict[str, float]], nbytes: int) -> dict[str, Any]:
     return result
 
 
-def _wrong(group: Group, dtype: type[np.generic], numel: int = 10_007) -> int:
+def _wrong(group: Group, dtype: type[np.generic]) -> int:
     """Elements of a sum over ranks that are not what they should be."""
-    pattern = np.arange(numel) % 251
+    pattern = np.arange(10_007) % 251
     own = (pattern + group.rank).astype(dtype)
     _sum(group, TensorView.of_numpy(own))
     size = group.size

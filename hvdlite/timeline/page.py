@@ -112,10 +112,7 @@ def _phases(ranks: Sequence[RankStep]) -> Chart:
         "A step of each rank",
         "Medians over the steps. What is waited is exposed communication: on the rank that waits least it is the cost "
         "of communication, on the others the price of slower ranks as well.",
-        [
-            _bars(label, colour, x=names, y=[getattr(each, field) for each in ranks], unit="ms")
-            for field, label, colour in _PHASES
-        ],
+        [_bars(label, colour, x=names, y=[getattr(each, field) for each in ranks]) for field, label, colour in _PHASES],
         {"yaxis": {"title": {"text": "ms"}}},
         ["rank", *(f"{label}, ms" for _, label, _ in _PHASES), "step, ms"],
         [
@@ -134,8 +131,8 @@ def _communication(steps: Sequence[Step]) -> Chart:
         "Means over ranks. Hidden communication lasts while a rank computes, and costs nothing. Exposed time above all "
         "of communication is waiting for slower ranks.",
         [
-            _bars("exposed", "#D55E00", x=numbers, y=[step.exposed_ms for step in steps], unit="ms"),
-            _bars("hidden", "#56B4E9", x=numbers, y=hidden, unit="ms"),
+            _bars("exposed", "#D55E00", x=numbers, y=[step.exposed_ms for step in steps]),
+            _bars("hidden", "#56B4E9", x=numbers, y=hidden),
         ],
         {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "ms"}}},
         ["step", "step, ms", "communication, ms", "exposed, ms", "hidden, ms"],
@@ -281,14 +278,14 @@ def _bandwidth(buckets: Sequence[Bucket]) -> Chart:
     )
 
 
-def _bars(name: str, colour: str, *, x: Sequence[Any], y: Sequence[float], unit: str) -> dict[str, Any]:
+def _bars(name: str, colour: str, *, x: Sequence[Any], y: Sequence[float]) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": name,
         "marker": {"color": colour},
         "x": x,
         "y": y,
-        "hovertemplate": f"%{{x}}: %{{y:.2f}} {unit} {name}<extra></extra>",
+        "hovertemplate": f"%{{x}}: %{{y:.2f}} ms {name}<extra></extra>",
     }
 
 
