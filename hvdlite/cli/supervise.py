@@ -48,9 +48,9 @@ def supervise(
     argv: Sequence[str],
     environ: Mapping[str, str],
     expected: Expected,
-    watch_for: Sequence[str] = (),
-    stdout_filter: Filter = bytes,
-    spared: Callable[[], Collection[int]] = tuple,
+    watch_for: Sequence[str],
+    stdout_filter: Filter,
+    spared: Callable[[], Collection[int]],
 ) -> Ending:
     """Run ``argv``, a launcher, with this process's stdin, stdout and stderr.
 

@@ -41,7 +41,7 @@ class HierarchicalBackend(AcrossNodes):
         nodes: tuple[tuple[int, ...], ...],
         rank: int,
         *,
-        one_rail_bytes: int = 0,
+        one_rail_bytes: int,
         rails: int = 0,
         part_bytes: int = PART_BYTES,
         share_bytes: int = 0,

@@ -45,7 +45,7 @@ class ShmBackend(Backend):
         memory: Memory,
         *,
         spin_us: int,
-        window_bytes: int = 0,
+        window_bytes: int,
         timeout_s: float,
         check: Callable[[], None],
         recorder: Recorder,

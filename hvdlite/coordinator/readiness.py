@@ -8,7 +8,6 @@ other operation ranks do one of a single byte, which is their meeting.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -153,7 +152,7 @@ class ReadinessAcrossNodes:
     meeting a rank sees that nobody has; then others may wait inside of the operation, and can be told no end.
     """
 
-    def __init__(self, page: ControlPage, early: Early, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, page: ControlPage, early: Early, clock: Callable[[], float]) -> None:
         self._page = page
         self._early = early
         self._clock = clock

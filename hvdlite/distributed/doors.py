@@ -95,12 +95,12 @@ class Entrance:
             end.close()
 
 
-def dial(door: Door, rank: int, *, is_near: bool, proof: Proof | None = None) -> Dial:
+def dial(door: Door, rank: int, *, is_near: bool, proof: Proof | None) -> Dial:
     """A connection of ``rank`` to the one behind ``door``.
 
     Args:
         is_near: both are on one node.
-        proof: this rank's, if messages go there; otherwise the link only shows when the other rank leaves.
+        proof: this rank's, if messages go there; None: the link only shows when the other rank leaves.
 
     Raises:
         OSError: this process cannot have sockets now.

@@ -77,7 +77,7 @@ class Sentinel:
         links: list[tuple[int, str, socket.socket]],
         on_failure: Callable[[Failed], None],
         timeout_s: float,
-        launcher: LauncherProcess | None = None,
+        launcher: LauncherProcess | None,
     ) -> None:
         self._rank = rank
         self._on_failure = on_failure

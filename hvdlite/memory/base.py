@@ -72,7 +72,7 @@ class FusionBuffer:
         index: int,
         nbytes: int,
         owner: object,
-        ordinal: int | None = None,
+        ordinal: int | None,
     ) -> None:
         self.buffer_id = buffer_id
         self.copies = copies

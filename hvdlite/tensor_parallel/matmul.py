@@ -283,7 +283,7 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) 
 
 
 def _operands(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """These in the dtype that `torch.autocast` wants of operands of a matmul; as they are where there is none."""
     wanted = _autocast_dtype(x.device.type) if isinstance(x, torch.Tensor) else None
