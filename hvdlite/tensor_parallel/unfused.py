@@ -55,7 +55,9 @@ class UnfusedCarrier(Carrier):
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
         product = self._product(rows, produce)
         name = f"{self._name}.all_reduce"
-        return start_allreduce([product], name, self._options, in_place=True, grouped=False).synchronize()[0]
+        return start_allreduce(
+            [product], name, self._options, in_place=True, grouped=False, background=False
+        ).synchronize()[0]
 
     def _product(self, rows: Rows, produce: Produce) -> torch.Tensor:
         self.meeting.meet(f"{rows}, unfused")

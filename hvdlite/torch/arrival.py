@@ -2,9 +2,10 @@
 
 A hook is called once autograd has accumulated into its parameter; with 400 tiny parameters a step is the price of
 Python per hook. Where all gradients are in one bucket nothing has to be done before step(), which reduces in any case
-what is there. So once they have come in order for a while, and nobody has changed any on its way, only the ends have
-hooks, the first and the last of that order, and step() loads the bucket. If the ends do not come so, or somebody
-changes them, each gradient gets a hook again, for a while. A backward pass that reaches neither is not counted.
+what is there. So once all have come for a while, the one that should before the others, and nobody has changed any on
+its way, only the ends have hooks, the first and the last of the order that was agreed on, and step() loads the bucket.
+If the ends do not come so, or somebody changes them, each gradient gets a hook again, for a while. A backward pass that
+reaches neither is not counted.
 
 On a GPU a hook notes the stream on which the gradient is made, as autograd uses that of the forward pass: who loads in
 backward has to follow it. At the end of backward the stream of whoever has called it has followed them all.
@@ -26,8 +27,8 @@ from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
 
 _ORDERLY_STEPS = 20
-"""After so many in a row in which the ends came in their places, and no gradient was changed on its way, those between
-them lose their hooks."""
+"""After so many in a row in which all gradients came, the first in its place, and none was changed on its way, those
+between the ends lose their hooks."""
 
 
 class Arrival:
