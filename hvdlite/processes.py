@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+_STOPPED_LOOKS, _LOOK_S = 20, 0.1
+_END_S = 5.0  # for the kernel to end a process that was killed
 
 
 class ProcessAddress(NamedTuple):
@@ -66,6 +71,26 @@ def words_of(pid: int) -> list[str]:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
     return _is_in_state(pid, "T")
+
+
+def end_if_stopped(pid: int) -> bool:
+    """Kill a process that stays stopped for two seconds; whether it has ended, by this or another process.
+
+    Looks are counted rather than time: where all processes of a job are stopped, some go on later than this one.
+    """
+    end = end_of(pid)
+    if end is None:
+        return False
+    try:
+        for _ in range(_STOPPED_LOOKS):
+            if not is_stopped(pid):
+                return has_ended(end)
+            time.sleep(_LOOK_S)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+        return _poll(end, _END_S)
+    finally:
+        os.close(end)
 
 
 def is_zombie(pid: int) -> bool:

@@ -31,8 +31,9 @@ from hvdlite.config import KEEPER, START
 from hvdlite.links.dial import first_that_proves_itself, listed
 from hvdlite.links.proof import Secret, prove
 from hvdlite.links.reception import PATIENCE_S, Reception
-from hvdlite.links.wire import connect_unix, read_exactly
+from hvdlite.links.wire import connect_unix, is_ours, process_of, read_exactly
 from hvdlite.memory.memory_file import is_final
+from hvdlite.processes import end_if_stopped
 from hvdlite.recovery.second_copy import Courier
 from hvdlite.start.start_watch import StartWatch
 
@@ -104,10 +105,7 @@ class Keeper:
         self._courier = Courier(call, self._take)
         self._is_elsewhere = is_elsewhere
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind("\0" + name)
-        listener.listen(1024)
-        self._reception = Reception([listener], Secret(key, TO_RANKS, 0), self._admit)
+        self._reception = Reception([_listen(name)], Secret(key, TO_RANKS, 0), self._admit)
 
     def close(self) -> None:
         self._reception.close()
@@ -198,6 +196,29 @@ class Keeper:
         if self._file >= 0:
             os.close(self._file)
         self._number, self._file = number, file
+
+
+def _listen(name: str) -> socket.socket:
+    """At the abstract unix socket ``name``, also where one that is stopped does: that one is ended.
+
+    Raises:
+        OSError: another one is there, or this process cannot have sockets.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind("\0" + name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not _end_stopped(name):
+            raise
+        listener.bind("\0" + name)
+    listener.listen(1024)
+    return listener
+
+
+def _end_stopped(name: str) -> bool:
+    """Whether the keeper before this one was stopped, and has been ended."""
+    with connect_unix(name, PATIENCE_S) as link:
+        return is_ours(link) and end_if_stopped(process_of(link))
 
 
 def _call(where: Sequence[tuple[str, int]], key: bytes, claim: bytes, patience_s: float) -> socket.socket:

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 from typing import BinaryIO
 
 from hvdlite.config import Config
-from hvdlite.links.wire import read_exactly
+from hvdlite.links.wire import process_of, read_exactly
 from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.naps import growing_pause_s
+from hvdlite.processes import end_if_stopped
 from hvdlite.recovery.keeper import MESSAGE, TO_RANKS, Word, pair_of
 from hvdlite.start.meeting_point import connect
 
@@ -32,8 +33,9 @@ _SILENT = "the keeper of this host, a process of hvdliterun's, does not answer: 
 class Safekeeping:
     """At the keeper ``where`` (HVDLITE_KEEPER). Methods that ask it raise OSError where it is gone, or stopped.
 
-    For one that is stopped a commit waits once, and then again after pauses that grow: the keepers of other hosts have
-    the commit as well.
+    One that stays stopped is ended, so that hvdliterun starts another: from another host it cannot see that. For one
+    that does not answer otherwise a commit waits once, and then again after pauses that grow: the keepers of other
+    hosts have the commit as well.
     """
 
     def __init__(self, where: str) -> None:
@@ -171,9 +173,19 @@ class Safekeeping:
             if self._link is None:
                 self._link = connect(self._where, TO_RANKS)
             return _exchange(self._link, request, files)
-        except OSError:
+        except OSError as error:
+            is_stopped = isinstance(error, TimeoutError) and self._link is not None and self._end_if_stopped()
             self._hang_up()
+            if is_stopped:
+                raise ConnectionError("the keeper was stopped") from error
             raise
+
+    def _end_if_stopped(self) -> bool:
+        assert self._link is not None
+        if not end_if_stopped(process_of(self._link)):
+            return False
+        _LOG.warning("the keeper of this host, a process of hvdliterun's, was stopped, and is replaced")
+        return True
 
     def _hang_up(self) -> None:
         if self._link is not None:

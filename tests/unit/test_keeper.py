@@ -23,7 +23,6 @@ from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
 from hvdlite.links.interfaces import Interface
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
-from hvdlite.processes import is_stopped
 from hvdlite.recovery import safekeeping
 from hvdlite.recovery.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.recovery.safekeeping import Safekeeping
@@ -134,7 +133,7 @@ def test_a_commit_that_cannot_be_kept_is_a_warning(job: Job, caplog: pytest.LogC
     assert kept(job.where) == (22, b"the next")
 
 
-def test_commits_do_not_wait_again_and_again_for_a_keeper_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_do_not_wait_again_and_again_for_a_keeper_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def count(where: str, purpose: bytes) -> socket.socket:
@@ -142,6 +141,7 @@ def test_commits_do_not_wait_again_and_again_for_a_keeper_that_is_stopped(monkey
         return connect(where, purpose)
 
     monkeypatch.setattr(safekeeping, "connect", count)
+    monkeypatch.setattr(safekeeping, "end_if_stopped", lambda pid: False)  # as of one that is only busy
     monkeypatch.setattr(meeting_point, "PATIENCE_S", 0.1)
     job = Job()
     try:
@@ -269,22 +269,6 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         wait_for(lambda: (Word.GONE, pair_of(12, 6)) in said)
     finally:
         keepers.close()
-
-
-def test_a_keeper_that_is_stopped_makes_room_for_another(elsewhere: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where this process was stopped as well, as a whole job is: those that go on later than it do go on."""
-    monkeypatch.setattr(cli.keepers, "_STOPPED_S", 0.2)
-    assert elsewhere.start([HERE]) == []
-    elsewhere.kill_stopped(60.0)
-    (stopped,) = elsewhere.processes
-    os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: is_stopped(stopped))
-    for _ in range(2):
-        elsewhere.kill_stopped(0.0)
-        time.sleep(0.3)
-    assert elsewhere.processes == [stopped]
-    wait_for(lambda: elsewhere.kill_stopped(60.0) or not elsewhere.kept)
-    assert elsewhere.start([HERE]) == elsewhere.ask() == []
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
