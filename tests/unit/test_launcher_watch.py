@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import subprocess
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from hvdlite.cli import launcher_watch
+from hvdlite.cli import launcher_watch, rank_words
 from hvdlite.cli.job import Host
 from hvdlite.cli.launcher_watch import OUTLIVES_S, Expected, LauncherWatch
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.links.connections import Connection
+from hvdlite.recovery.keeper import Word
 
 UNKNOWN = "\n  typo: this name is not known here; check it, /etc/hosts and DNS"
 
@@ -82,6 +85,29 @@ def test_a_name_that_only_ssh_knows_is_no_evidence_once_its_daemon_has_called(
         assert watch.look() is None and watch.suspicion == "" and watch.explain_end(255) == ""
         watch._ended_s = watch._began_s  # there was one here, too
         assert watch.look() is None and watch.look() is None
+        watch.close()
+
+
+def test_hosts_are_asked_once_where_ranks_become_late_meanwhile(launcher: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not answer takes seconds to ask, and a job that begins anew waits for it."""
+    words = RankWords(1, 0.0, 0.0)
+    asked: list[str] = []
+
+    def be_silent(name: str, port: int) -> bool:
+        asked.append(name)
+        words.hear(Word.FAILED, 1)
+        monkeypatch.setattr(rank_words.time, "monotonic", lambda: math.inf)
+        return False
+
+    monkeypatch.setattr(launcher_watch.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(launcher_watch, "_answers", be_silent)
+    with selectors.DefaultSelector() as selector:
+        watch = LauncherWatch(launcher, Expected((Host("known", 1),), False, 20.0, words=words), selector)
+        watch._have_called.add("known")
+        watch._ended_s = watch._began_s - OUTLIVES_S
+        why = watch.look() or ""
+        assert "have not ended, though all were to; " in why and "known does not answer at port 22 any more" in why
+        assert asked == ["known"]
         watch.close()
 
 
