@@ -43,7 +43,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _Meet:
-    """What ``env://`` does, also where mpirun or hvdliterun has set none of its variables."""
+    """What ``env://`` does, also in ranks of mpirun and hvdliterun that have no MASTER_ADDR."""
 
     def __init__(self, by_variables: Any) -> None:
         self._by_variables = by_variables
@@ -103,8 +103,7 @@ def _batch_isend_irecv(by_torch: Any) -> Any:
 
 
 def _node_local_rank(by_torch: Any) -> Any:
-    # Not by setting LOCAL_RANK, from which others conclude that torchrun has started the process, and torch that each
-    # rank has a GPU of its own.
+    # Whoever makes the group, with a store of his own too, or ranks that share a GPU, which have no LOCAL_RANK.
     @wraps(by_torch)
     def get_node_local_rank(fallback_rank: int | None = None) -> int:
         try:

@@ -73,6 +73,8 @@ _NO_MPI = (
     "of mpi4py, or start the ranks with `hvdliterun --mpi -np {size} python train.py`."
 )
 
+GROUP_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+"""By which libraries over torch.distributed know a rank; also of ranks that have met in init_process_group()."""
 _LOCAL_SIZES = "OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS"
 
 OPEN_MPI = Launcher(
@@ -203,6 +205,8 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     theirs = [launcher for launcher in LAUNCHERS if _is_marked(launcher, environ)]
     texts = [text for launcher in theirs for text in (launcher.marks, launcher.rank, launcher.size)]
     names = {name for text in texts for name in text.replace("&", " ").split()}
+    if theirs:
+        names |= GROUP_VARIABLES
     return {name: value for name, value in environ.items() if name not in names}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from hvdlite import default_runtime, environment, launched, processes
@@ -25,12 +26,17 @@ _FOREVER_S = 1e9  # clocks cannot count much longer waits
 
 
 def meets_without_variables(url: str) -> bool:
-    """Whether ``env://`` finds none of its variables, in a process of a launcher that has another meeting place."""
-    given = environment.variables().keys() | {name.upper() for name in parse_qs(urlparse(url).query)}
-    if given & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
-        return False
+    """Whether ``env://`` finds no address, in a process of a launcher that has another meeting place.
+
+    Where the program gives other numbers than the launcher, it means other ranks. Accelerate gives the launcher's.
+    """
     process = launched.this_process()
-    return process is not None and process.launcher.meeting in (Meeting.MPI, Meeting.POINT)
+    if process is None or process.launcher.meeting not in (Meeting.MPI, Meeting.POINT):
+        return False
+    numbers = {"rank": str(process.rank), "world_size": str(process.size)}
+    given = parse_qs(urlparse(url).query)
+    agrees = all(given.get(name, [number])[0] == number for name, number in numbers.items())
+    return agrees and "MASTER_ADDR" not in environment.variables()
 
 
 def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -39,6 +45,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
     Raises:
         StartupError: the processes do not find one another; says what to do.
     """
+    default_runtime.accompany(_WITH_PROCESS)
     with default_runtime.peers().announced(None):
         found = _found(timeout)
     yield found
@@ -50,6 +57,7 @@ def _found(timeout: timedelta) -> tuple[Store, int, int]:
     wait = Wait(min(timeout.total_seconds(), _FOREVER_S), "init_process_group()", GROUP_LIMIT)
     with default_runtime.peers().of(None, config, wait) as everybody:
         if everybody is None or everybody.size == 1:
+            _tell_libraries(0, [machine()])
             return HashStore(), 0, 1
         ranks = everybody.subset(range(everybody.size))  # the time for a start begins now
         timeout = max(timeout, timedelta(seconds=1))  # torch 2.4 counts whole seconds
@@ -78,7 +86,21 @@ def _found(timeout: timedelta) -> tuple[Store, int, int]:
             host = _first_that_answers([*here, *addresses], port, hostname)
             store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
         ranks.close()
+        _tell_libraries(ranks.rank, [where for where, _ in told])
         return store, ranks.rank, ranks.size
+
+
+def _tell_libraries(rank: int, machines: Sequence[object]) -> None:
+    """Set what torchrun would have set, but for the address: Accelerate and Lightning look at nothing else.
+
+    Not before the program asks for a process group: they would begin one for programs that use ``hvd``. Nor LOCAL_RANK
+    where ranks share a GPU: torch takes it for the number of a GPU that a rank has for itself.
+    """
+    here = [number for number, where in enumerate(machines) if where == machines[rank]]
+    said = {"RANK": rank, "WORLD_SIZE": len(machines), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
+    if 0 < torch.cuda.device_count() < len(here):
+        del said["LOCAL_RANK"]
+    environment.add({name: str(number) for name, number in said.items()})
 
 
 def machine() -> tuple[str, str, int]:
@@ -100,6 +122,28 @@ def listen(addresses: Sequence[str]) -> socket.socket:
     if len(addresses) == 1:
         return socket.create_server((addresses[0], 0), family=family, backlog=4096)
     return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=has_ipv6)
+
+
+class _WithProcess:
+    """A default group over another backend, as a `hvdlite.process.Companion`: one over hvdlite is one itself.
+
+    Where ranks have met by MPI, a process waits for the others before it ends, and those may wait for it over Gloo.
+    """
+
+    failure = None
+
+    def fail(self, error: BaseException) -> None:
+        """The others learn of it by the end of the process."""
+
+    def close(self) -> None:
+        if dist.is_initialized() and dist.get_backend() != "hvdlite":
+            dist.destroy_process_group()
+
+    def abandon_in_child(self) -> None:
+        """A forked child does not come to `close`."""
+
+
+_WITH_PROCESS = _WithProcess()
 
 
 def _loopback() -> list[str]:

@@ -145,6 +145,26 @@ def test_a_program_that_forgets_destroy_process_group_ends_in_order(mpi: str) ->
     assert not result.leftovers
 
 
+GLOO = """
+import os
+import torch
+import torch.distributed as dist
+
+os.environ.update(RANK="1", WORLD_SIZE="3")  # of a rank that has started this job
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")), flush=True)
+dist.destroy_process_group()
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_ranks_that_meet_for_a_group_of_another_backend_know_who_they_are_and_end_in_order(mpi: str) -> None:
+    assert run(GLOO, n=2, mpi=mpi).check().stdout == "0 2 0 2\n1 2 1 2\n"
+
+
 RESTARTED = """
 import os, signal
 import torch, torch.distributed as dist

@@ -56,8 +56,8 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
 def test_the_number_in_the_node_is_known_without_local_rank(
     nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
     with process_group(nodes):
+        monkeypatch.delenv("LOCAL_RANK")
         expected = nodes[:RANK].count(nodes[RANK])
         assert dist.get_node_local_rank() == dist.get_node_local_rank(fallback_rank=9) == expected
         monkeypatch.setenv("LOCAL_RANK", "7")

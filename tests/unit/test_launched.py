@@ -77,6 +77,12 @@ def test_hvdliterun_inside_another_launcher_counts(outer: dict[str, str]) -> Non
     assert cleared["PATH"] == "/bin"
 
 
+def test_a_job_that_a_rank_starts_has_no_numbers_of_that_rank() -> None:
+    """Which that has known since it met the others in init_process_group()."""
+    numbers = variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+    assert not without_launcher(HVDLITERUN | numbers).keys() & numbers.keys()
+
+
 def test_what_is_no_launchers_stays() -> None:
     environ = variables("MASTER_ADDR=localhost MASTER_PORT=29500 SLURM_PROCID=0")
     assert without_launcher(environ) == environ
