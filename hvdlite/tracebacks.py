@@ -80,8 +80,12 @@ def _is_on_purpose(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _shown(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """What of ``trace`` people need: all, where it ends in hvdlite by a mistake of hvdlite's."""
-    if are_full() or (_ends_in_ours(trace) and not _is_on_purpose(error, trace)):
+    """What of ``trace`` people need: all, where it ends in hvdlite by a mistake of hvdlite's.
+
+    KeyboardInterrupt is none, and the like: it ends in hvdlite where a program waits for other ranks.
+    """
+    is_error = isinstance(error, Exception)
+    if are_full() or (is_error and _ends_in_ours(trace) and not _is_on_purpose(error, trace)):
         return trace
     return without_our_frames(trace)
 

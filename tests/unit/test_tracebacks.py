@@ -114,6 +114,14 @@ def test_a_mistake_of_ours_shows_all(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1] == "AssertionError: a bug"
 
 
+def test_an_interrupt_while_hvdlite_waits_is_placed_in_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    error = raised(inside("raise KeyboardInterrupt"))
+    assert tracebacks.described(error).splitlines()[0].endswith(", in raised)")
+    lines = shown(error, capsys)
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "KeyboardInterrupt")
+    assert not any("in ours" in line for line in lines)
+
+
 def test_all_frames_where_they_are_wanted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLITE_FULL_TRACEBACKS", "1")
     lines = shown(raised(inside("raise kind('the text')", kind=MismatchError)), capsys)
