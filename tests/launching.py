@@ -258,9 +258,10 @@ def _end(mark: str, patience_s: float = 2.0) -> list[str]:
 
 
 def _files(directories: Sequence[str]) -> set[str]:
-    """But semaphores of Python's multiprocessing, which hvdlite does not use, and another test may."""
+    """But those that other tests may have: semaphores of Python's multiprocessing, which hvdlite does not use, and
+    directories of tests/fuzz."""
     paths = {path for directory in directories for path in Path(directory).iterdir()}
-    return {str(path) for path in paths if not path.name.startswith("sem.mp-")}
+    return {str(path) for path in paths if not path.name.startswith(("sem.mp-", "fuzz-"))}
 
 
 def _new_files(directories: Sequence[str], before: set[str], patience_s: float = 2.0) -> list[str]:

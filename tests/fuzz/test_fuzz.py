@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from launching import _files
 from targets import TARGETS, cases
+from targets_of_files import _directory
 
 SECONDS = 2
 LONG_SECONDS = 20
@@ -41,6 +43,12 @@ def test_seeds_with_mistakes(name: str) -> None:
             new = [generator.randbytes(end - at), b"", bytes(data[at:end]) * 2, b"\xff" * 8, b"\0" * 4]
             data[at:end] = generator.choice(new)
         target.take(bytes(data))
+
+
+def test_directories_are_not_taken_for_what_a_job_has_left() -> None:
+    """Tests of jobs run at the same time, and a target that gets little of the processors has its own for seconds."""
+    with _directory() as directory:
+        assert directory not in _files([str(Path(directory).parent)])
 
 
 @pytest.mark.skipif(find_spec("atheris") is None, reason="Atheris is not installed (pip install '.[fuzz]')")
