@@ -108,6 +108,9 @@ def _setting(default: T, parse: Callable[[str], T], *names: str) -> T:
     return field(default=default, metadata={"parse": parse, "names": names})
 
 
+_UB_METHODS = ("auto", "window", "ring_exchange", "pipeline", "bulk", "multicast", "unfused", "none")
+
+
 @dataclass(frozen=True)
 class Config:
     """The settings of a job. Build them in code, or from the environment with `Config.from_env`."""
@@ -176,7 +179,7 @@ class Config:
     """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
     ub_skip_multicast: bool = _setting(False, _boolean, "UB_SKIPMC", "$UB_SKIPMC")
     """Leave multicast between GPUs alone, also where they offer it, see `hvdlite.tensor_parallel`."""
-    ub_method: str = _setting("", str, "UB_METHOD")
+    ub_method: str = _setting("", _one_of(*_UB_METHODS), "UB_METHOD")
     """How the ranks of a team exchange rows, whatever their program says; empty: as it says."""
     ub_tuning_file: str = _setting("", str, "UB_TUNING_FILE")
     """Path on the machine of a team's first rank: how its ranks exchange rows, as measured earlier; what is measured

@@ -254,7 +254,7 @@ def start_deadline(config: Config) -> _native.Deadline:
     with thread_shortage_told():
         return _native.Deadline(
             config.start_timeout_s,
-            f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start"
+            f"\nhvdlite: init() was not through after {config.start_timeout_s:g} s. A rank did not start"
             f"{network if by_mpi else ''}.\n"
             "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
             1,

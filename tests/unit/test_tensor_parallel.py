@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdlite.errors import MismatchError, UsageError
+from hvdlite.config import Config
+from hvdlite.errors import ConfigError, MismatchError, UsageError
 from hvdlite.tensor_parallel import methods
 from hvdlite.tensor_parallel.carrier import Rows
 from hvdlite.tensor_parallel.meeting import CARD_BYTES, LoneMeeting, Meeting, disagreement
@@ -115,6 +116,13 @@ def test_methods_by_function() -> None:
         methods.parse({"matmul": "bulk"})
     with pytest.raises(ValueError, match="method is 'ring'; pass one of 'auto', 'window', 'ring_exchange'"):
         methods.parse("ring")
+
+
+def test_the_setting_takes_every_method() -> None:
+    for name in methods.NAMES:
+        assert Config.from_env({"HVDLITE_UB_METHOD": name}).ub_method == name
+    with pytest.raises(ConfigError, match="HVDLITE_UB_METHOD='ring': must be auto, window, ring_exchange, .* or none"):
+        Config.from_env({"HVDLITE_UB_METHOD": "ring"})
 
 
 def test_each_device_has_its_methods() -> None:
