@@ -43,6 +43,7 @@ class Assignment:
 
     Attributes:
         buckets: of the gradients that are reduced.
+        is_loose: parameters were converted, and the buckets are not such as `move` makes, see `follow_conversion`.
         number: of the optimizer, among those that ``group`` reduces for.
         phase: how far the ranks have come.
     """
@@ -51,6 +52,7 @@ class Assignment:
         self, group: Group, arrival: Arrival, options: GradientOptions, groups: int | Sequence[Sequence[int]]
     ) -> None:
         self.buckets: list[Bucket] = []
+        self.is_loose = False
         self.number = 0
         self._made_after = group.joins
         self.phase = Phase.UNASSIGNED
@@ -72,6 +74,27 @@ class Assignment:
         self.number = self._group.next_number(self._made_after, "optimizer", str(shapes))
         self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
         self._assign(is_guess=True)
+
+    def follow_conversion(self) -> bool:
+        """Have gradients of any dtype in the buckets, if parameters were converted, as by ``model.half()``.
+
+        Looks at one parameter of each bucket, as it is called in every step. Buckets keep their names: by these ranks
+        are told if others have not converted theirs.
+        """
+        if not any(bucket.slots[0].is_converted for bucket in self.buckets):
+            return False
+        self.buckets = [self._loosened(bucket) for bucket in self.buckets]
+        self.is_loose = True
+        return True
+
+    def _loosened(self, bucket: Bucket) -> Bucket:
+        is_sparse = isinstance(bucket, SparseBucket)
+        loose = SparseBucket(bucket.name, bucket.slots) if is_sparse else self._maker.loose(bucket.name, bucket.slots)
+        for slot in loose.slots:
+            slot.leave_view()
+            slot.measure()
+            slot.bucket, slot.place, slot.view = loose, None, None
+        return loose
 
     def are_all_here(self) -> bool:
         """Whether no rank has joined, which would hear of no agreement. Collective."""
@@ -240,6 +263,7 @@ class Assignment:
     def _assign(self, *, is_guess: bool) -> None:
         """Make new buckets of the gradients in the order, each sparse gradient in a bucket of its own. Collective."""
         self._made += 1
+        self.is_loose = False
         slots = self._arrival.slots
         for slot in slots:
             slot.measure()

@@ -85,6 +85,8 @@ class BucketMaker:
         totals: dict[Kind, int] = {}
         for _, slots in parts:
             totals[slots[0].kind] = totals.get(slots[0].kind, 0) + block_bytes(slots)
+        for converted in self._buffers.keys() - totals.keys():
+            del self._buffers[converted]
         for kind, nbytes in totals.items():
             known = self._buffers.get(kind)
             if known is None or known.nbytes != nbytes:

@@ -65,7 +65,7 @@ class Slot:
         self.measure()
 
     def measure(self) -> None:
-        """Take over dtype, shape and layout from the parameter, which may be converted while there are no buckets."""
+        """Take over dtype, shape and layout from the parameter, which may be converted between steps."""
         self.dtype = gradient_dtype(self.param)
         self.element_type = dtype_of(self.dtype)
         self.is_on_device = is_on_device(self.param)
@@ -82,6 +82,11 @@ class Slot:
     @property
     def kind(self) -> Kind:
         return self.dtype, self.is_on_device
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the parameter has another dtype by now, or has moved to a GPU or from there."""
+        return gradient_dtype(self.param) is not self.dtype or is_on_device(self.param) is not self.is_on_device
 
     @property
     def is_large(self) -> bool:
@@ -103,7 +108,7 @@ class Slot:
         """``p.grad`` as a gapless block in the parameter's layout; None where this rank contributes zeros.
 
         Raises:
-            ValueError: the parameter was converted after the first step; or the gradient has no memory of its own.
+            ValueError: the parameter was converted, but not all of the model; or the gradient has no memory of its own.
         """
         gradient = self.param.grad
         if gradient is None or not self.active:
@@ -246,7 +251,8 @@ class Slot:
         if gradient.dtype is not self.dtype or gradient.numel() != self.numel:
             raise ValueError(
                 f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the "
-                f"parameter had {self.dtype} with {self.numel} elements in the first step; convert models before that"
+                f"parameter had {self.dtype} with {self.numel} elements in the step before; convert models as a whole, "
+                "between steps, or parts of them before the first step"
             )
 
 

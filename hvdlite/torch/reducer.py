@@ -155,6 +155,8 @@ class GradientReducer:
         if self._assignment.phase is Phase.UNASSIGNED and self.is_distributed:
             self._assignment.guess()
             self._recount()
+        elif self._assignment.follow_conversion():
+            self._recount()
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
@@ -251,13 +253,15 @@ class GradientReducer:
 
     def _finish_step(self) -> None:
         with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
-            if not self._is_as_before:
+            if self._is_as_before:
+                try:
+                    self._finish(self._live)
+                finally:
+                    self.reset()
+            else:
                 self._finish_changes()
-                return
-            try:
-                self._finish(self._live)
-            finally:
-                self.reset()
+            if self._assignment.is_loose and self._assignment.are_all_here():
+                self._move()
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         """Submit what is left of ``buckets``, wait for all, and deliver."""

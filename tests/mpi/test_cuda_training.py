@@ -79,6 +79,21 @@ def assert_close(device: torch.nn.Module, host: torch.nn.Module, tolerance: floa
         assert difference <= tolerance, (name, difference)
 
 
+def test_a_model_that_moves_between_steps(gpu: TorchOnGpu) -> None:
+    """To a GPU, back, and there again."""
+    model = small_model()
+    alone = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    trained_alone(alone, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.1), 1e9)
+    for step in range(8):
+        device = ("cpu", "cuda")[step // 2 % 2]
+        model.to(device)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step, device).backward()
+        optimizer.step()
+    assert_close(model, alone)
+
+
 @pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-4), ("bf16", 2e-2)])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_is_that_of_one_process(gpu: TorchOnGpu, passes: int, compression: str, tolerance: float) -> None:

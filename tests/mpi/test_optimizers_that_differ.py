@@ -66,6 +66,35 @@ def test_ranks_that_freeze_another_parameter_later_are_told_in_the_next_step() -
         step()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_ranks_that_alone_convert_their_model_are_told_and_can_go_on(steps: int) -> None:
+    needs_two()
+    model = Scales([(3,), (30000,)])
+    optimizer = wrap(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss(1.0).backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        model.double()
+    optimizer.zero_grad()
+    with pytest.raises(
+        MismatchError, match=r"'p\.0' is of float32 on .* but float64 on rank 1. Convert it to the same"
+    ):
+        _backward_and_step(model, optimizer)
+    if hvd.rank() != 1:
+        model.double()
+    for _ in range(3):
+        optimizer.zero_grad()
+        _backward_and_step(model, optimizer)
+        check(model, lambda _: 1.0)
+
+
+def _backward_and_step(model: Scales, optimizer: Any) -> None:
+    model.loss(1.0).backward()
+    optimizer.step()
+
+
 def test_a_gradient_that_only_one_rank_makes_dense() -> None:
     table = torch.nn.Embedding(4, 2, sparse=True)
     model = torch.nn.Sequential(table, torch.nn.Linear(2, 1))

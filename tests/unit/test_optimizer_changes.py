@@ -14,13 +14,69 @@ import torch
 import hvdlite.torch as hvd
 from fake_world import FakeWorld, Universe
 from hvdlite.errors import MismatchError, NotInitializedError, ShutDownError
-from optimizer_lab import FACTOR, Scales, expected, reduced, wrap
+from hvdlite.torch import arrival
+from optimizer_lab import FACTOR, SHAPES, Scales, expected, reduced, wrap
 
 
 @pytest.fixture(params=[(1, 4096), (2, 4096), (1, 1 << 30)], ids=["1 node", "2 nodes", "1 bucket"])
 def world(universe: Universe, request: pytest.FixtureRequest) -> FakeWorld:
     nodes, bucket_bytes = request.param
     return universe.start(3, nodes=nodes, bucket_bytes=bucket_bytes)
+
+
+# Parameters that are converted.
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, arrival._ORDERLY_STEPS + 4])
+def test_a_model_converted_between_steps(world: FakeWorld, steps: int, set_to_none: bool) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        for _ in range(steps):
+            world.submitted.clear()
+            model.loss().backward()
+            optimizer.step()
+            assert reduced(model) == expected(model, FACTOR)
+            assert {p.grad.dtype for p in model.p if p.grad is not None} == {dtype}
+            optimizer.zero_grad(set_to_none=set_to_none)
+        if steps > 2:  # as if it had been of this dtype from the beginning
+            assert len(world.submitted) == len(world.buckets)
+            assert all(one.has_home for one in world.buckets) or len(world.topology.nodes) == 1
+
+
+def test_some_layers_converted_between_steps(universe: Universe) -> None:
+    universe.start(3, nodes=2, bucket_bytes=1 << 30)
+    model = Scales((3,), (20000,), (5,))
+    optimizer = wrap(model)
+
+    def convert(dtype: torch.dtype, *layers: int) -> None:
+        for p in (model.p[layer] for layer in layers):
+            p.grad, gradient = None, p.grad
+            p.data = p.data.to(dtype)
+            p.grad = None if gradient is None else gradient.to(dtype)
+
+    for converted in [(), (1, 2), (0, 1)]:
+        convert(torch.float64, *converted)
+        for _ in range(3):
+            model.loss().backward()
+            optimizer.step()
+            assert reduced(model) == expected(model, FACTOR)
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_a_layer_that_is_converted_alone(universe: Universe) -> None:
+    universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    model = Scales((3,), (4,), (5,))
+    optimizer = wrap(model)
+    model.loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.p[1].data = model.p[1].data.half()
+    model.loss().backward()
+    with pytest.raises(ValueError, match=r"'p\.1' is torch\.float16.*torch\.float32 .*convert models as a whole"):
+        optimizer.step()
 
 
 # Parameters that are switched off and on.

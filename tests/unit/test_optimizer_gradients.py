@@ -477,15 +477,3 @@ def test_a_gradient_without_memory_of_its_own(world: FakeWorld, numel: int) -> N
     with pytest.raises(ValueError, match=r"gradient of 'p\.0': a Sharded without memory of its own; pass .*to_local"):
         optimizer.step()
     assert gradient.to_local().tolist() == [1.0] * numel
-
-
-def test_parameters_converted_after_the_first_step(world: FakeWorld) -> None:
-    model = Scales((3,), (20000,))
-    optimizer = wrap(model)
-    model.double()  # before it is fine
-    model.loss().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.half()
-    with pytest.raises(ValueError, match=r"'p\.\d' is torch\.float16.*torch\.float64"):
-        model.loss().backward()
