@@ -17,7 +17,6 @@ constexpr microseconds kLongestBusyNap(1000);
 
 BoundPipeline::Progress BoundPipeline::start() {
   sent_ = left_ = posted_ = taken_ = 0;
-  error_ = 0;
   moved_at_ = Clock::now();
   for (const Addition& addition : first_) addition.run();
   return advance();
@@ -26,7 +25,6 @@ BoundPipeline::Progress BoundPipeline::start() {
 BoundPipeline::Progress BoundPipeline::advance() {
   while (send_ready() && post_receives() && take_next()) {
   }
-  if (error_ != 0) return Progress::kFailed;
   const bool is_done = taken_ == receives_.size() && sent_ == sends_.size() && have_left(sent_);
   return error_ != 0 ? Progress::kFailed : is_done ? Progress::kDone : Progress::kWaiting;
 }

@@ -10,17 +10,16 @@
 
 namespace hvdlite {
 
-// As in hvdlite/naps.py.
-constexpr std::chrono::microseconds kFirstNap(20);
-constexpr std::chrono::microseconds kMoving(50'000);  // a wait that lasts longer is for somebody who is late
-constexpr std::chrono::microseconds kIdleNap(2000);
-
 // `messages.advance()` until it is not waiting, for up to `limit`; returns what that said last. At first it looks again
 // and again, as long as nobody else needs the core. Naps grow while `messages.moved()` stays the same, up to `longest`
 // while data moves, or begin with `messages.busy_for()` where that is known. `moved_at`: when something has moved last.
 template <class Messages>
 typename Messages::Progress work_until_done(Messages& messages, Clock::time_point& moved_at, PoliteLook& look,
                                             std::chrono::microseconds limit, std::chrono::microseconds longest) {
+  // As in hvdlite/naps.py.
+  constexpr std::chrono::microseconds kFirstNap(20);
+  constexpr std::chrono::microseconds kMoving(50'000);  // a wait that lasts longer is for somebody who is late
+  constexpr std::chrono::microseconds kIdleNap(2000);
   constexpr auto kWaiting = Messages::Progress::kWaiting;
   const auto until = Clock::now() + limit;
   for (;;) {  // each time that something moves

@@ -119,10 +119,10 @@ class ByNativeCode:
         )
 
     def start(self) -> bool:
-        return self.ended(self.messages.start())
+        return is_done(self.messages.start(), self.messages)
 
     def advance(self) -> bool:
-        return self.ended(self.messages.advance())
+        return is_done(self.messages.advance(), self.messages)
 
     def finish(self) -> None:
         complete(self.messages, self._endpoint)
@@ -130,10 +130,6 @@ class ByNativeCode:
     @property
     def peer(self) -> int:
         return self.messages.peer
-
-    def ended(self, progress: int) -> bool:
-        """Whether it has, by what a call of `messages` has returned."""
-        return is_done(progress, self.messages)
 
 
 class BoundSchedule:
@@ -184,9 +180,8 @@ class BoundSchedule:
         if by is None:
             self._attempt(self._execution.start)
             return
-        native = self._native
-        assert native is not None
-        self._attempt(lambda: native.ended(by(native.messages)))
+        messages = self.messages
+        self._attempt(lambda: is_done(by(messages), messages))
 
     def advance(self) -> bool:
         """Do what need not wait; whether the schedule is executed. Raises like `Endpoint.until`."""

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.thresholds import Limits
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
-from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Range, shard_bounds
 from hvdlite.memory.views import Buffer
@@ -435,6 +436,24 @@ def test_memory_is_free_when_large_messages_are_gone(algorithm: Algorithm) -> No
         problems.append(problem and f"operation {number}: {problem}")
     assert_none(*problems)
     backend.close()
+
+
+@pytest.mark.up_to_three_ranks
+@pytest.mark.not_with_three_ranks
+def test_what_is_on_its_way_comes_to_its_end_first(lab: Lab) -> None:
+    backend = lab.ring(MPI.COMM_WORLD.Dup())
+    buf, few = allocate(backend, 5000, DType.INT32), allocate(backend, 5, DType.INT32)
+    bound = backend.bound_allreduce(few, SUM)
+    problems: list[str | None] = []
+    for settle in (backend.barrier, partial(backend.bound_allreduce, few, SUM), partial(backend.configure, Config())):
+        fill(buf, values_of(RANK, buf.numel))
+        backend.allreduce(buf)
+        settle()
+        problems.append(difference(buf, reduced(ReduceOp.SUM, buf.numel, DType.INT32), f"number {len(problems)}"))
+    problems += ["messages of other settings are bound"] * any(bound._requests.sends)
+    bound = backend.bound_allreduce(few, SUM)
+    backend.close()
+    assert_none(*problems, "messages are bound" if any(bound._requests.sends) else None)
 
 
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)

@@ -9,6 +9,7 @@ _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _EARLY = "unit/test_early.py"
 _BOUND = "unit/test_collective_executors.py"
 _MESSAGES = "unit/test_native_messages.py"
+_RING = "2 mpi/test_backends.py -k on_its_way"
 _THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
 
 MUTANTS = [
@@ -143,6 +144,19 @@ MUTANTS = [
         _MESSAGES,
     ),
     Mutant("csrc/messages/bound_pipeline.cpp", " && have_left(sent_);", ";", _MESSAGES),
+    Mutant("csrc/messages/bound_pipeline.cpp", "if (error_ != 0 || !is_here ||", "if (!is_here ||", _MESSAGES),
+    Mutant("csrc/messages/bound_pipeline.cpp", "if (error_ != 0 || !has_left)", "if (!has_left)", _MESSAGES),
+    Mutant("csrc/messages/working.h", " || messages.moved() != before;", ";", _MESSAGES),
+    # What is on its way comes to its end first, and what is bound is given back.
+    Mutant(f"{_COLLECTIVES}ring.py", "(config)\n        self._in_flight.wait()\n", "(config)\n", _RING),
+    Mutant(f"{_COLLECTIVES}ring.py", ".wait()\n        self._bound.close()\n", ".wait()\n", _RING),
+    Mutant(f"{_COLLECTIVES}ring.py", ".is_immediate\n        self._in_flight.wait()\n", ".is_immediate\n", _RING),
+    Mutant(f"{_COLLECTIVES}ring.py", "self._in_flight.wait()\n        self._adder", "self._adder", _RING),
+    Mutant(f"{_COLLECTIVES}ring.py", "backend\n        self._bound.close()\n", "backend\n", _RING),
+    Mutant("hvdlite/collectives/bound_requests.py", " or native.moved != moved", "", _BOUND),
+    Mutant(
+        "hvdlite/collectives/bound_requests.py", "if progress == _native.BoundMessages.FAILED:", "if False:", _BOUND
+    ),
     Mutant("hvdlite/collectives/early.py", " or clock() >= until_s)", ")", _EARLY),
     Mutant("hvdlite/early_operations.py", "lambda: counts.has_news(heard)", "lambda: False", _EARLY),
     Mutant("hvdlite/collectives/early_call.py", "lambda: direct.has_news", "lambda: False", _EARLY),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hvdlite.collectives import algorithms
 from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.algorithms import Algorithm
 from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
+from hvdlite.collectives.bound_requests import complete
 from hvdlite.collectives.pipeline import Pipeline
 from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule
 from hvdlite.counters import Traffic
@@ -321,6 +324,47 @@ def test_what_is_under_way_keeps_its_requests() -> None:
     two.bound.pipeline("long").start()  # type: ignore[union-attr]
     two.bound.close()
     assert two.are_bound("long") == [False] and two.endpoint.held == 50
+
+
+class Steps:
+    """Native messages: what each call of them returns, and how many have moved then, to whom the next one is."""
+
+    error = 15
+
+    def __init__(self, *steps: tuple[int, int, int]) -> None:
+        self._steps = list(steps)
+        self.moved = self.peer = 0
+
+    def work(self, look: object, limit_us: int, longest_nap_us: int) -> int:
+        progress, self.moved, self.peer = self._steps.pop(0)
+        return progress
+
+
+def test_who_is_waited_for_is_asked_anew_with_every_message() -> None:
+    """As it is named where it does not come, and the limit is that of one message."""
+    waiting, done = _native.BoundMessages.WAITING, _native.BoundMessages.DONE
+    endpoint = FakeEndpoint(defaultdict(deque), 0)
+    peers = []
+
+    def until(done: Callable[[], bool], peer: int, nap_s: float = 0.0) -> None:
+        peers.append(peer)
+        while not done():
+            pass
+
+    endpoint.until = until  # type: ignore[method-assign]
+    steps = Steps((waiting, 0, 5), (waiting, 0, 5), (waiting, 1, 6), (waiting, 1, 6), (waiting, 2, 7), (done, 3, 7))
+    complete(steps, endpoint)  # type: ignore[arg-type]
+    assert peers == [5, 6]
+
+
+def test_a_failure_of_native_messages_is_an_error_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MpiError(Exception):
+        pass
+
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(Exception=MpiError)))
+    steps = Steps((_native.BoundMessages.FAILED, 0, 5))
+    with pytest.raises(MpiError, match="15"):
+        complete(steps, FakeEndpoint(defaultdict(deque), 0))  # type: ignore[arg-type]
 
 
 class Late:

@@ -67,6 +67,37 @@ def test_an_error_of_mpi(mpi: Mpi, call: tuple[str, int]) -> None:
     assert mpi.calls[-1] == call
 
 
+@pytest.mark.parametrize("failed", [1, 11])
+def test_an_error_of_a_message_that_is_through(mpi: Mpi, failed: int) -> None:
+    """MPI says both at once; what is looked at next is no error."""
+    long = pipeline(mpi, [(1, 7, 0), (2, 7, 0)], [(11, 5, 1, True, [])])
+    assert long.start() == WAITING
+    mpi.done, mpi.errors = {1, 2, 11}, {("test", failed): 15}
+    assert (work(long), long.error) == (FAILED, 15)
+
+
+class SecondLook:
+    """Requests whose messages are there when they are looked at for the second time."""
+
+    def __init__(self) -> None:
+        self._seen: set[object] = set()
+
+    def __contains__(self, request: object) -> bool:
+        is_there = request in self._seen
+        self._seen.add(request)
+        return is_there
+
+
+def test_whoever_looks_ends_with_every_message_that_moves(mpi: Mpi) -> None:
+    """And so begins anew with the shortest naps, as often as there is time."""
+    mpi.done = SecondLook()
+    long = pipeline(mpi, receives=[(11, 5, 0, True, []), (12, 6, 0, True, [])])
+    assert long.start() == WAITING
+    look = _native.PoliteLook(LONG_US, LONG_US, 0)
+    assert (long.work(look, 0, 100), long.moved, long.peer) == (WAITING, 1, 6)
+    assert long.work(look, LONG_US, 100) == DONE
+
+
 def test_nothing_to_do(mpi: Mpi) -> None:
     assert mpi.messages().start() == DONE
 
