@@ -360,7 +360,7 @@ OTHER_VARIABLES = {
 """Variables that are no settings of a job: where they are used, and what they mean. They have no HOROVOD_ form."""
 
 
-def misspelt(environ: Mapping[str, str]) -> list[str]:
+def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     """A sentence on each variable of ``environ`` that nobody reads, and whose name is nearly one of hvdlite's."""
     names = [name for item in fields(Config) for name in item.metadata["names"] if not name.startswith("$")]
     names += [name.removeprefix("HVDLITE_") for name in OTHER_VARIABLES.keys() - TOLD]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdlite import environment
-from hvdlite.config import Config, misspelt
+from hvdlite.config import Config, misspelt_settings
 from hvdlite.errors import (
     CollectiveError,
     ConfigError,
@@ -148,7 +148,7 @@ def _build(arguments: InitArguments, config: Config, earlier: Mapping[str, int] 
 @functools.cache
 def _warn_of_misspelt() -> None:
     """Once in a process."""
-    for sentence in misspelt(environment.variables()):
+    for sentence in misspelt_settings(environment.variables()):
         _LOG.warning("%s", sentence)
 
 

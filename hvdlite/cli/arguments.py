@@ -193,7 +193,7 @@ def _arity(name: str, words: Sequence[str]) -> int:
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1
 
 
-def misspelt(options: Sequence[str]) -> list[str]:
+def misspelt_options(options: Sequence[str]) -> list[str]:
     """A sentence on each of ``options``, of which mpirun has refused some, whose name is nearly one of ours."""
     ours = sorted(_SWITCHES | _WITH_ARGUMENT | horovodrun.BY_NAME.keys())
     sentences = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from hvdlite import environment
 from hvdlite.cli import elastic, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
-from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, misspelt, parse
+from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, misspelt_options, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling, stands_out
@@ -319,7 +319,7 @@ def _run_mpirun(
         start_s = config.start_timeout_s * _DAEMONS_SHARE if many else _START_S
         is_at_the_start = not ending.was_stopped and time.time() - started < start_s
         if chosen.mpi is Mpi.OPEN_MPI and ending.status == _NO_LISTENER and is_at_the_start:
-            unknown = misspelt(launch.options)
+            unknown = misspelt_options(launch.options)
             for text in unknown:
                 say(text)
             if not unknown:

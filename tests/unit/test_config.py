@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite import environment
-from hvdlite.config import OTHER_VARIABLES, START, Config, answers, misspelt
+from hvdlite.config import OTHER_VARIABLES, START, Config, answers, misspelt_settings
 from hvdlite.errors import ConfigError, StartupError
 
 
@@ -120,11 +120,11 @@ def test_a_name_that_is_nearly_a_setting_s_is_named():
     environ = dict.fromkeys(
         ["HVDLITE_TIMELINE", "HVDLITE_MY_OWN", "HVDLITE_INSTRUCTION_SET", START, "FUSION_TRESHOLD"], ""
     )
-    assert misspelt(environ) == []
-    assert misspelt({**environ, "HVDLITE_FUSION_TRESHOLD": "1"}) == [
+    assert misspelt_settings(environ) == []
+    assert misspelt_settings({**environ, "HVDLITE_FUSION_TRESHOLD": "1"}) == [
         "HVDLITE_FUSION_TRESHOLD is no setting, and is ignored: is HVDLITE_FUSION_THRESHOLD meant?"
     ]
-    one, several = misspelt({"HVDLITE_START_TIMEOUT_SECONDS": "1", "HVDLITE_FULL_TRACEBACK": "1"})
+    one, several = misspelt_settings({"HVDLITE_START_TIMEOUT_SECONDS": "1", "HVDLITE_FULL_TRACEBACK": "1"})
     assert one.startswith("HVDLITE_FULL_TRACEBACK is no") and one.endswith("is HVDLITE_FULL_TRACEBACKS meant?")
     assert "is HVDLITE_HEARTBEAT_TIMEOUT_SECONDS or " in several and "or HVDLITE_START_TIMEOUT meant?" in several
 
