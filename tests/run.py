@@ -84,7 +84,7 @@ WAITING = ("faults", "hosts", "examples")
 # Those that need the processors for a part of their time run first, while there is something to run beside them.
 FIRST = ("hosts", "faults", "examples")
 # Those that start many processes, whose Pythons begin by startup/sitecustomize.py.
-STARTING = (*WAITING, "torch_distributed", "docs")
+STARTING = (*WAITING, "unit", "torch_distributed", "docs")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
 LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")

@@ -28,13 +28,17 @@ def test_it_leaves_collections_as_they_were(enabled: bool) -> None:
     assert gc.isenabled() == enabled
 
 
-def test_importing_hvdlite_looks_through_none_of_torchs_objects() -> None:
+def test_importing_hvdlite_looks_for_no_garbage() -> None:
+    """But once or twice at the end of each block: without these there are thirty."""
     program = """
 import gc, torch
-collected = []
-gc.callbacks.append(lambda phase, what: collected.append(what["generation"]))
+gc.set_threshold(700, 10, 10)  # Python's own
+looks = []
+gc.callbacks.append(lambda phase, what: looks.append(phase))
 import hvdlite.torch
-print(gc.isenabled(), 2 in collected)
+print(gc.isenabled(), looks.count("start"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    is_enabled, looks = done.stdout.split()
+    assert is_enabled == "True"
+    assert int(looks) < 10
