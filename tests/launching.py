@@ -159,7 +159,7 @@ def launch(
             command = build(mpirun, Launch(program, n, tuple(hosts), options=tuple(options)), environ)
             environ |= command.environment
             argv, may_outlive = command.argv, is_open_mpi and not hosts
-        files = _files(shm_directories)
+        files = files_in(shm_directories)
         start = time.monotonic()
         output = Path(directory) / "launcher"
         with output.open("wb") as sink:
@@ -257,7 +257,7 @@ def _end(mark: str, patience_s: float = 2.0) -> list[str]:
     return [f"process {pid} ({command})" for pid, command in left.items()]
 
 
-def _files(directories: Sequence[str]) -> set[str]:
+def files_in(directories: Sequence[str]) -> set[str]:
     """But those that other tests may have: semaphores of Python's multiprocessing, which hvdlite does not use, and
     directories of tests/fuzz."""
     paths = {path for directory in directories for path in Path(directory).iterdir()}
@@ -270,7 +270,7 @@ def _new_files(directories: Sequence[str], before: set[str], patience_s: float =
     Those are another job's, and so are some that are seen before they are mapped. An MPI library's are removed.
     """
     deadline = time.monotonic() + patience_s
-    new = _unmapped([*_files(directories) - before])
+    new = _unmapped([*files_in(directories) - before])
     while new and time.monotonic() < deadline:
         time.sleep(0.1)
         new = _unmapped([path for path in new if Path(path).exists()])

@@ -25,7 +25,7 @@ from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces
 
 def trace(data: bytes) -> None:
     """A file that is no trace is refused, by those who read it, merge it, or begin a new one in its place."""
-    with _directory() as directory:
+    with directory_in_memory() as directory:
         path, out = Path(directory, "trace.json"), Path(directory, "out.json")
         path.write_bytes(data)
         with suppress(TraceError):
@@ -42,7 +42,7 @@ def hostfile(data: bytes) -> None:
     """Names that mpirun and ssh take for nothing else; as in what a scheduler says, or the user's script."""
     text = data.decode("utf-8", "replace")
     first, _, rest = text.partition("\n")
-    with _directory() as directory:
+    with directory_in_memory() as directory:
         path = Path(directory, "hosts")
         path.write_bytes(data)
         _check_hosts(lambda: read_hostfile(str(path)))
@@ -73,7 +73,7 @@ def settings(data: bytes) -> None:
         select(text, [Interface("eth0", "192.0.2.1", up=True, loopback=False)])
 
 
-def _directory() -> tempfile.TemporaryDirectory[str]:
+def directory_in_memory() -> tempfile.TemporaryDirectory[str]:
     """In memory, and by its name not taken for what a job has left there: tests of jobs run at the same time."""
     return tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
@@ -81,7 +81,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 def tuning(data: bytes) -> None:
     """A file of methods says one of those that there are, or none; what is none of ours is left as it is."""
     meeting = mock.Mock(rank=0, size=2, tell=lambda title, text: [text])
-    with _directory() as directory:
+    with directory_in_memory() as directory:
         path = Path(directory, "tuning.json")
         path.write_bytes(data)
         with suppress(UsageError):
@@ -92,7 +92,7 @@ def tuning(data: bytes) -> None:
 
 def config_file(data: bytes) -> None:
     """horovodrun's settings are settings of hvdlite, or refused."""
-    with _directory() as directory:
+    with directory_in_memory() as directory:
         path = Path(directory, "config.yaml")
         path.write_bytes(data)
         with suppress(ConfigError):

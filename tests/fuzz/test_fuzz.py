@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from launching import _files
+from launching import files_in
 from targets import TARGETS, cases
-from targets_of_files import _directory
+from targets_of_files import directory_in_memory
 
 SECONDS = 2
 LONG_SECONDS = 20
@@ -47,8 +47,8 @@ def test_seeds_with_mistakes(name: str) -> None:
 
 def test_directories_are_not_taken_for_what_a_job_has_left() -> None:
     """Tests of jobs run at the same time, and a target that gets little of the processors has its own for seconds."""
-    with _directory() as directory:
-        assert directory not in _files([str(Path(directory).parent)])
+    with directory_in_memory() as directory:
+        assert directory not in files_in([str(Path(directory).parent)])
 
 
 @pytest.mark.skipif(find_spec("atheris") is None, reason="Atheris is not installed (pip install '.[fuzz]')")
