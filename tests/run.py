@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -60,7 +59,7 @@ import needed_python  # noqa: E402, F401 (likewise; it checks that this Python i
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait, and
 # those of unit half of the time.
-AT_ONCE = {"unit": 4, "sanitizers": 2, "fuzz": 2, "faults": 7, "hosts": 6, "examples": 3, "docs": 2}
+AT_ONCE = {"unit": 3, "sanitizers": 2, "fuzz": 2, "faults": 7, "hosts": 6, "examples": 3, "docs": 2}
 # Those of which each file builds something first: by one process each.
 BUILT_ONCE = ("sanitizers", "docs")
 SUITES = (
@@ -304,21 +303,17 @@ def run(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
 
 
 class Beside:
-    """Runs stages, two at a time, with what others leave of the processors; shows later what they print."""
+    """Runs stages one after the other, with what others leave of the processors; shows later what they print."""
 
     def __init__(self, stages: Sequence[Stage], arguments: argparse.Namespace) -> None:
         self.stages = list(stages)
         self._arguments = arguments
-        self._left: queue.SimpleQueue[tuple[int, Stage]] = queue.SimpleQueue()
-        for numbered in enumerate(self.stages):
-            self._left.put(numbered)
-        self._threads = [threading.Thread(target=self._run) for _ in range(2)]  # one of them leaves a core idle
+        self._thread = threading.Thread(target=self._run)
         self._stopped = self._is_awaited = False
-        self._printed = [b""] * len(self.stages)
+        self._printed: list[bytes] = []
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait for them, and show what they printed; what has failed with so little time may try again."""
@@ -326,8 +321,7 @@ class Beside:
         for stage in self.stages:
             if stage.child is not None:
                 promote(stage.child)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         for number, (stage, printed) in enumerate(zip(self.stages, self._printed, strict=True), start=1):
             where = f"[beside, {number}/{len(self.stages)}]"
             print(f"\n==> {where} {stage.title}", flush=True)
@@ -336,22 +330,21 @@ class Beside:
             try_again(stage, self._arguments, where)
 
     def stop(self) -> None:
-        """End those that run; the others do not begin."""
+        """End the one that runs, if any does; the others do not begin."""
         self._stopped = True
-        while any(thread.is_alive() for thread in self._threads):
+        while self._thread.is_alive():
             for stage in self.stages:
                 if stage.child is not None:
                     end(stage.child)
-            time.sleep(0.1)
+            self._thread.join(0.1)
 
     def _run(self) -> None:
-        with suppress(queue.Empty):
-            while not self._stopped:
-                number, stage = self._left.get_nowait()
-                with tempfile.TemporaryFile() as output:
+        for stage in self.stages:
+            with tempfile.TemporaryFile() as output:
+                if not self._stopped:
                     run_once(stage, self._arguments.this_python, output, takes_leftovers=not self._is_awaited)
-                    output.seek(0)
-                    self._printed[number] = output.read()
+                output.seek(0)
+                self._printed.append(output.read())
 
 
 def run_once(
