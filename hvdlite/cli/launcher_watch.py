@@ -136,7 +136,7 @@ class LauncherWatch:
         # From the beginning, as a way that has ended cannot be found any more; and no longer than it matters.
         if words is not None and not words.have_started and (emptied := self._find_emptied(now)) and words.are_starting:
             return f"all ranks on {', '.join(emptied)} have ended before they were through {THROUGH}"
-        if words is not None and words.are_late:
+        if self._are_late:
             return self._explain_lateness()
         if not self._running:
             found = self._find_ranks()
@@ -187,6 +187,11 @@ class LauncherWatch:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
 
+    @property
+    def _are_late(self) -> bool:
+        words = self._expected.words
+        return words is not None and words.are_late
+
     def _explain_lateness(self) -> str:
         silent = self._silence() or self._silent_before or self._unanswered(self._others)
         return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
@@ -197,7 +202,7 @@ class LauncherWatch:
         if self._expected.is_local or (self._expected.is_over and since_s > self._expected.start_timeout_s):
             return f"mpirun has not ended {since_s:.0f} s after its last rank"
         silent = self._silence() or self._unreachable()
-        if not silent and self._expected.words is not None and self._expected.words.are_late:
+        if not silent and self._are_late:
             return self._explain_lateness()  # to ask takes seconds
         if silent := silent or lost_frames.complaints(self._others):
             return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}"

@@ -86,7 +86,7 @@ class Slot:
     @property
     def is_converted(self) -> bool:
         """Whether the parameter has another dtype by now, or has moved to a GPU or from there."""
-        return gradient_dtype(self.param) is not self.dtype or is_on_device(self.param) is not self.is_on_device
+        return self.kind != (gradient_dtype(self.param), is_on_device(self.param))
 
     @property
     def is_large(self) -> bool:

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
+import keeper_lab
 from hvdlite import cli
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
@@ -29,10 +30,10 @@ from hvdlite.recovery.safekeeping import Safekeeping
 from hvdlite.start import meeting_point
 from hvdlite.start.meeting_point import connect
 from ipv6 import has_ipv6
+from keeper_lab import ENVIRON, HERE, launch_by, wait_for
 from run_lab import executable
 
-HERE = Host("localhost", 2)
-ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+elsewhere = keeper_lab.elsewhere
 
 
 class Job:
@@ -373,28 +374,6 @@ def test_hosts_are_reached_as_mpirun_reaches_them() -> None:
     assert agent_of(launch, {}) == ["ssh", "-p", "2222"]
     assert agent_of(launch, {"HYDRA_LAUNCHER_EXEC": "/opt/agent -q"}) == ["/opt/agent", "-q", "-p", "2222"]
     assert agent_of(Launch((), 2, options=("--mca", "plm_ssh_agent", "rsh : ssh")), {}) == ["rsh"]
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Keepers]:
-    """Keepers of hosts "a" and "b", which are other ones by their names only."""
-    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
-    yield keepers
-    keepers.close()
-
-
-def launch_by(directory: Path) -> Launch:
-    agent = directory / "agent"
-    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
-    agent.chmod(0o755)
-    return Launch(("train.py",), 2, options=("--mca", "plm_ssh_agent", str(agent)))
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def put_alone(keepers: Keepers, number: int, content: bytes) -> None:

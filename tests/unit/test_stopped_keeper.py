@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import keeper_lab
 from hvdlite import cli
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers
@@ -21,15 +21,9 @@ from hvdlite.recovery.keeper import TO_RANKS
 from hvdlite.recovery.safekeeping import Safekeeping
 from hvdlite.start import meeting_point
 from hvdlite.start.meeting_point import connect
-from test_keeper import ENVIRON, HERE, launch_by, wait_for
+from keeper_lab import HERE, wait_for
 
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Keepers]:
-    """Keepers of a host that is another one by its name only: hvdliterun looks at no process there."""
-    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
-    yield keepers
-    keepers.close()
+elsewhere = keeper_lab.elsewhere
 
 
 def test_a_keeper_that_is_stopped_makes_room_for_another(elsewhere: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
