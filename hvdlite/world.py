@@ -325,7 +325,8 @@ class World:
         """End on this rank alone, of a world that was never started: whoever calls its backend has stopped doing so."""
         if self.health.failure is None:
             self.has_ended = True
-            self._shared.close()
+            with suppress(HorovodInternalError):  # another rank has failed meanwhile
+                self._shared.close()
             self.coordinator.retire()
         self.release()
 

@@ -179,6 +179,17 @@ def test_a_monitored_barrier_says_what_gloos_does(nodes: tuple[int, ...], wait_a
         told(None)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="no other rank fails")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_who_is_about_to_leave_leaves_when_another_rank_fails(nodes: tuple[int, ...]) -> None:
+    """Across nodes it waits for the others to leave."""
+    with process_group(nodes) as group:
+        dist.barrier()
+        if RANK == 0:
+            time.sleep(0.3)
+            group.membership.fail(ArithmeticError("on purpose"))
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_who_is_late_for_long_is_warned_of(
