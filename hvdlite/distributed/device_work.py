@@ -44,6 +44,8 @@ class DeviceWork(GroupWork):
         enqueued: set by ``run``.
     """
 
+    takes_processors = False
+
     def __init__(
         self,
         run: Callable[[], object] | None,

@@ -11,6 +11,7 @@ import torch
 
 from hvdlite import recorder
 from hvdlite.collectives.select import spin_us
+from hvdlite.distributed.after_backward import LaneAfterBackward
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.device_site import DeviceSite
@@ -63,11 +64,15 @@ class Membership:
         self.name = name
         self.ranks = tuple(ranks)
         self.rank, self.size = world.topology.rank, len(world.topology.ranks)
-        self.lane = Lane(f"hvdlite-group-{name}")
+        self._backward_waits = BackwardWaits(world.recorder)
+        thread = f"hvdlite-group-{name}"
+        self.lane: Lane
         self._carrier: Carrier
         if len(world.topology.nodes) == 1:
+            self.lane = LaneAfterBackward(thread, world.node, self._backward_waits)
             self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         else:
+            self.lane = Lane(thread)
             self._carrier = NetworkCarrier(world, name, ranks, timeout_s, store)
         patience_us = spin_us(world.config, world.node)
         self._post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
@@ -78,7 +83,6 @@ class Membership:
         self._worlds = worlds
         self._timeline = timeline
         self._steps = steps
-        self._backward_waits = BackwardWaits(world.recorder)
         self._is_closed = False
 
     def site_of(self, tensors: Iterable[torch.Tensor]) -> Site:

@@ -86,11 +86,12 @@ class BackwardWaits:
         def wait_begins() -> None:
             begin_ns = time.monotonic_ns()
             self._recorder.add(Lane.BACKWARD, "backward", start_ns, begin_ns)
-            _at_the_end_of_backward(lambda: self._recorder.add(Lane.WAIT, title, begin_ns, time.monotonic_ns()))
+            at_the_end_of_backward(lambda: self._recorder.add(Lane.WAIT, title, begin_ns, time.monotonic_ns()))
 
-        _at_the_end_of_backward(wait_begins)
+        at_the_end_of_backward(wait_begins)
 
 
-def _at_the_end_of_backward(call: Callable[[], None]) -> None:
+def at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Of the one that this thread is in; by the thread that ends it, before what others have asked for later."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

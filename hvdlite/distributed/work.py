@@ -57,7 +57,10 @@ class GroupWork(Work):
     Attributes:
         profiled: its range, if a profiler runs, which ends before anybody learns that the call is done: who does may
             end the profiler next.
+        takes_processors: see `hvdlite.distributed.lane.Task`.
     """
+
+    takes_processors = True
 
     def __init__(
         self, run: Callable[[], object] | None, result: list[torch.Tensor], title: str, group: Waited | None = None
