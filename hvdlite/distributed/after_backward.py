@@ -14,7 +14,7 @@ from hvdlite.node import Node
 
 _LEAST_SHARE = 1 / 16  # of a processor, that a thread has which computes among many
 _MOST_S = 2.0  # to be put off: what seems to compute for longer may be looking, again and again, for a result
-_MOST_BLOCKED = 3  # backwards one after the other, in which a program that waits in each has been seen to do so
+_MOST_BLOCKED = 3  # times one after the other that a backward is found to wait, after which none is held up any more
 
 
 class LaneAfterBackward(Lane):
