@@ -73,6 +73,26 @@ class _Complaint(NamedTuple):
         return cls(2 if isinstance(error, HorovodInternalError) else 1, StartupError, text)
 
 
+def agreed(comm: Ranks, make: Callable[[], T]) -> T:
+    """What ``make()`` returned here, if it returned on every rank; values stay where they are. Collective.
+
+    Raises:
+        StartupError: it raised RuntimeError on some rank; on every rank alike, unless the job has failed.
+    """
+    made: list[T] = []
+
+    def try_to_make() -> None:
+        try:
+            made.append(make())
+        except (HorovodInternalError, StartupError):
+            raise
+        except RuntimeError as error:
+            raise StartupError(str(error)) from error
+
+    exchange(comm, try_to_make)
+    return made[0]
+
+
 def exchange(comm: Ranks | None, make: Callable[[], T]) -> list[T]:
     """What ``make()`` returned on every rank, by rank. Collective over ``comm``; None stands for this process alone.
 

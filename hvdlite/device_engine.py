@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdlite import _native, nccl_library
-from hvdlite.agreement import Ranks, exchange
+from hvdlite.agreement import agreed, exchange
 from hvdlite.collectives.select_device import build_device_backend
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Allocate
@@ -16,6 +17,7 @@ from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.everybody import Everybody
+from hvdlite.memory.base import FusionBuffer
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import align_up
 from hvdlite.memory.views import Buffer, TensorView
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _SETTLE_S = 5.0
-
-T = TypeVar("T")
 
 
 class DeviceEngine:
@@ -157,48 +157,57 @@ def build(
         return None
     # NCCL needs no memory that other ranks can reach.
     memory, staging = shared or _shared_memory(everybody, discover(None, 0.0)[1], ordinal, config)
-    backend = build_device_backend(
-        everybody,
-        node,
-        memory,
-        cross,
-        topology,
-        config,
-        check,
-        host.recorder,
-        staging=staging,
-        is_shared=shared is not None,
-        has_nccl=has_nccl,
-    )
+    try:
+        backend = build_device_backend(
+            everybody,
+            node,
+            memory,
+            cross,
+            topology,
+            config,
+            check,
+            host.recorder,
+            staging=staging,
+            is_shared=shared is not None,
+            has_nccl=has_nccl,
+        )
+    except BaseException:
+        _settle(memory)
+        raise
     engine = Engine(
         backend, host.exchange, staging, staging.nbytes, topology, host.recorder, host.administrator, host.executed
     )
     return DeviceEngine(engine, memory, config.collective_timeout_s)
 
 
-def _agreed(everybody: Ranks, make: Callable[[], T]) -> T:
-    """What ``make`` returns, if it returns on every rank; values stay where they are."""
-    made: list[T] = []
-    exchange(everybody, lambda: made.append(make()))
-    return made[0]
-
-
 def _shared_memory(everybody: Everybody, node: Node, ordinal: int, config: Config) -> tuple[DeviceMemory, Buffer]:
     """Memory of GPUs of ``node``, and some to pass through; of the same kind on all ranks."""
     try:
-        return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.FileSegment))
+        return _memory(everybody, node, ordinal, config, _native.FileSegment)
     except StartupError as error:
         if everybody.rank == 0:
             _LOG.info("memory of GPUs is shared by CUDA IPC, as there are no file descriptors of it: %s", error)
-    return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.HandleSegment))
+    return _memory(everybody, node, ordinal, config, _native.HandleSegment)
 
 
 def _memory(
-    node: Node, ordinal: int, config: Config, segments: type[_native.DeviceSegment]
+    everybody: Everybody, node: Node, ordinal: int, config: Config, segments: type[_native.DeviceSegment]
 ) -> tuple[DeviceMemory, Buffer]:
-    memory = DeviceMemory(node, ordinal, segments)
+    memory = agreed(everybody, lambda: DeviceMemory(node, ordinal, segments))
     nbytes = align_up(config.staging_bytes)
-    return memory, memory.allocate(nbytes).buffer(0, nbytes, DType.UINT8)
+    buffers: list[FusionBuffer] = []
+    try:
+        agreed(everybody, lambda: buffers.append(memory.allocate(nbytes)))
+    except BaseException:
+        _settle(memory)
+        raise
+    return memory, buffers[0].buffer(0, nbytes, DType.UINT8)
+
+
+def _settle(memory: DeviceMemory) -> None:
+    """Before it goes, and a buffer to which it may have to write; where the GPU has failed, it has not."""
+    with suppress(RuntimeError):
+        memory.settle(_SETTLE_S)
 
 
 def _share_of_gpus(topology: Topology) -> int:

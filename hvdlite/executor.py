@@ -171,6 +171,7 @@ class Executor:
             self._has_device = True
         return self._device
 
+            self._check()  # a failure meanwhile has not woken what was not there
     @property
     def device(self) -> DeviceEngine | None:
         """The engine for memory of GPUs, once there is one."""

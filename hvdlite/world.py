@@ -198,9 +198,7 @@ class World:
         Args:
             ordinal: of this rank's GPU.
         """
-        device = self.executor.device_for(ordinal)
-        self.check()  # a failure meanwhile has not woken what was not there
-        return device
+        return self.executor.device_for(ordinal)
 
     @property
     def is_under_way(self) -> bool:

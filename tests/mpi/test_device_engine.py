@@ -83,6 +83,30 @@ def test_memory_is_shared_by_handles_where_a_rank_cannot_pass_files(
     assert all(f"rank {LAST}: not permitted in this container" in text for text in said)
 
 
+def refuse(*_: object) -> None:
+    raise RuntimeError("the driver says no")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody else is there")
+def test_where_a_rank_gets_no_stream_all_go_by_the_host(
+    world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once: the others looked for another way to share memory, and waited there for it."""
+    nccl_lab.simulated()
+    monkeypatch.setattr("hvdlite.nccl_library.load", refuse)
+    if RANK == LAST:
+        monkeypatch.setattr(_native, "DeviceStream", refuse)
+    with running(world) as runtime, caplog.at_level(logging.WARNING, "hvdlite"):
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
+        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
+        assert runtime.group.device_memory is None
+    agree(world, problem)
+    said = [text for text in caplog.messages if "pass through memory of the host" in text]
+    assert len(said) == (RANK == 0)
+    assert all(f"rank {LAST}: the driver says no" in text for text in said)
+
+
 def test_a_gpu_that_does_not_go_on_ends_the_job(world: MPI.Intracomm, gpu: Gpu) -> None:
     """The host has gone on meanwhile; only who looks after GPUs can notice."""
     go_on = threading.Event()

@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/device_engine.py",
-        "return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.FileSegment))",
-        "return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.HandleSegment))",
+        "return _memory(everybody, node, ordinal, config, _native.FileSegment)",
+        "return _memory(everybody, node, ordinal, config, _native.HandleSegment)",
         "2 mpi/test_device_runtime.py",
     ),
     # GPUs: every wait, and what goes where.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -30,12 +29,12 @@ class Moment:
         return self._looks < 0
 
 
-def executor(check: Callable[[], None] = lambda: None, timeout_s: float = 60.0) -> Executor:
+def executor(timeout_s: float = 60.0) -> Executor:
     """Of rank 5, which works with rank 3."""
     backend = SimpleNamespace(rank=1, late=lambda: [0], check_health=lambda: None)
     engine = SimpleNamespace(ranks=(3, 5), backend=backend)
     device = DeviceEngine(engine, SimpleNamespace(ordinal=2), timeout_s)  # type: ignore[arg-type]
-    made = Executor(SimpleNamespace(recorder=Recorder()), lambda ordinal: device, timeout_s, check)  # type: ignore[arg-type]
+    made = Executor(SimpleNamespace(recorder=Recorder()), lambda ordinal: device, timeout_s, lambda: None)  # type: ignore[arg-type]
     made.device_for(2)
     return made
 
@@ -58,14 +57,23 @@ def test_a_gpu_that_has_much_to_do_and_does_not_go_on() -> None:
         enqueue(made, _MOST_ENQUEUED + 1)
 
 
-def test_a_job_that_fails_while_a_gpu_has_much_to_do() -> None:
-    def check() -> None:
-        raise RankFailedError(3, "rank 3 is gone")
+def fail() -> None:
+    raise RankFailedError(3, "rank 3 is gone")
 
-    made = executor(check)
+
+def test_a_job_that_fails_while_a_gpu_has_much_to_do() -> None:
+    made = executor()
+    made._check = fail
     enqueue(made, _MOST_ENQUEUED)
     with pytest.raises(RankFailedError, match="rank 3 is gone"):
         enqueue(made, 1)
+
+
+def test_a_job_that_fails_while_gpus_are_joined() -> None:
+    """Nothing is enqueued then: the failure has let nobody's stream go, as there was none."""
+    made = Executor(SimpleNamespace(recorder=Recorder()), lambda ordinal: None, 60.0, fail)  # type: ignore[arg-type]
+    with pytest.raises(RankFailedError, match="rank 3 is gone"):
+        made.device_for(2)
 
 
 PROBLEM = "cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
