@@ -1143,7 +1143,7 @@ class PreparedDeviceAllreduce(PreparedInNode):
     ) -> None: ...
     def use_stream(self, stream: int) -> None:
         """The driver's handle of the stream on which the caller of the next `run` works."""
-    def take_done(self) -> Moment:
+    def take_done(self) -> Moment | None:
         """Reached once the GPU has done the last that was enqueued; once for each."""
 
 class PinnedMemory:

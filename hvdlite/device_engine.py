@@ -15,7 +15,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.submission import Allocate
 from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
-from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.errors import CollectiveError, StartupError, gpu_blamed
 from hvdlite.everybody import Everybody
 from hvdlite.memory.base import FusionBuffer
 from hvdlite.memory.device import DeviceMemory
@@ -65,10 +65,8 @@ class DeviceEngine:
 
     def has_reached(self, moment: _native.Moment, label: str) -> bool:
         """Whether the GPU has done ``label``, as it has at ``moment``; raises CollectiveError where it has failed."""
-        try:
+        with gpu_blamed(self.engine.ranks[self.engine.backend.rank], f"'{label}'"):
             return moment.is_reached
-        except RuntimeError as error:
-            raise gpu_failed(self.engine.ranks[self.engine.backend.rank], f"'{label}'", error) from error
 
     def watch(self, label: str, age_s: float) -> None:
         """Raise CollectiveError where a backend has failed, or ``label`` was enqueued too long ago."""
@@ -94,14 +92,6 @@ class DeviceEngine:
         if not self.memory.settle(_SETTLE_S):
             _LOG.error("GPU %d does not come to an end with what it was given; it is left behind", self.memory.ordinal)
         self.engine.backend.close()
-
-
-def gpu_failed(rank: int, title: str, error: RuntimeError) -> CollectiveError:
-    """What all ranks hear where the driver of ``rank`` answers with ``error`` whether its GPU has done ``title``."""
-    return CollectiveError(
-        f"rank {rank}: {title}: its GPU has failed: {error}. As a rule that was a kernel of the program before it; "
-        "with CUDA_LAUNCH_BLOCKING=1 the error comes where that is called"
-    )
 
 
 class _Card(NamedTuple):

@@ -21,6 +21,8 @@ HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over si
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hvdlite.processes import ProcessAddress
 
@@ -78,6 +80,24 @@ def _not_running() -> str:
 
 class CollectiveError(HorovodInternalError):
     """Communication failed. The contents of buffers in flight are undefined and the runtime is closed."""
+
+
+@contextmanager
+def gpu_blamed(rank: int, title: str) -> Iterator[None]:
+    """In the ``with`` block ``rank`` asks the driver for a part of ``title``, on which other ranks count.
+
+    Raises:
+        CollectiveError: the driver has answered by an error; what all ranks hear.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # which is how the driver's come
+            raise
+        raise CollectiveError(
+            f"rank {rank}: {title}: its GPU has failed: {error}. As a rule that was a kernel of the program before it; "
+            "with CUDA_LAUNCH_BLOCKING=1 the error comes where that is called"
+        ) from error
 
 
 class RankFailedError(CollectiveError):

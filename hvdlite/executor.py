@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.messages import Response
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Submission, label_of
 from hvdlite.device_transfer import DeviceTransfer
 from hvdlite.engine import Engine
+from hvdlite.errors import gpu_blamed
 
 if TYPE_CHECKING:
     from hvdlite._native import Moment
@@ -83,11 +84,12 @@ class Executor:
         if not on_device:
             bucket, label = _bucket(work, host)
             return operation.run(host, bucket, label)
-        device = self.device_for(self._ordinal(work)) if on_device == len(operation.tensors) else None
-        if device is None or not device.can_run(operation):
-            bucket, label = _bucket(work, host)
-            return self._transfer.run(bucket, lambda on_host: operation.run(host, on_host, label), label)
-        return self._enqueue(device, work)
+        with gpu_blamed(host.ranks[host.rank], f"'{label_of(operation, work[0][0].sequence)}'"):
+            device = self.device_for(self._ordinal(work)) if on_device == len(operation.tensors) else None
+            if device is None or not device.can_run(operation):
+                bucket, label = _bucket(work, host)
+                return self._transfer.run(bucket, lambda on_host: operation.run(host, on_host, label), label)
+            return self._enqueue(device, work)
 
     def _ordinal(self, work: Work) -> int | None:
         """The GPU of this rank; None where it has joined, and has not said which."""
@@ -169,9 +171,9 @@ class Executor:
         if not self._has_device:
             self._device = self._build_device_engine(ordinal)
             self._has_device = True
+            self._check()  # a failure meanwhile has not woken what was not there
         return self._device
 
-            self._check()  # a failure meanwhile has not woken what was not there
     @property
     def device(self) -> DeviceEngine | None:
         """The engine for memory of GPUs, once there is one."""

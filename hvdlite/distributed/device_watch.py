@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
-from hvdlite.device_engine import gpu_failed
-from hvdlite.errors import CollectiveError, StallError
+from hvdlite.errors import CollectiveError, StallError, gpu_blamed
 from hvdlite.rank_list import rank_list
 from hvdlite.world import World
 
@@ -142,12 +141,10 @@ class DeviceWatch:
             return self._enqueued[0] if self._enqueued else None
 
     def _has_reached(self, enqueued: Enqueued) -> bool:
-        try:
+        topology = self._world.topology
+        rank = self._ranks[topology.ranks.index(topology.rank)]
+        with gpu_blamed(rank, f"{enqueued.title} of process group {self._name}"):
             return enqueued.moment.is_reached
-        except RuntimeError as error:
-            topology = self._world.topology
-            rank = self._ranks[topology.ranks.index(topology.rank)]
-            raise gpu_failed(rank, f"{enqueued.title} of process group {self._name}", error) from error
 
     def _run(self) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hvdlite import _native
 from hvdlite.collectives.base import EnqueuingCall
 from hvdlite.coordinator.prepared import Outcome
+from hvdlite.errors import gpu_blamed
 from hvdlite.group import Group
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import OnDevice, TensorView
@@ -31,6 +32,7 @@ class PreparedOnDevice(PreparedOperation):
         super().__init__(group, request, call, layout.nbytes, layout.wire_dtype.label)
         self._enqueuing = call
         self._enqueued = group.world.executor.enqueued
+        self._rank = group.world.topology.rank
         self._ordinal, self._current_stream = where.ordinal, where.current_stream
 
     @classmethod
@@ -50,10 +52,19 @@ class PreparedOnDevice(PreparedOperation):
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         self._enqueuing.use_stream(self._current_stream())
-        outcome = super().run(tensors, plan, count, heard)
-        if outcome is not Outcome.NOT_YET and self._enqueued(self._enqueuing.take_done(), self):
-            return Outcome.DONE_AND_RUNG  # somebody has to look at the GPU from now on
-        return outcome
+        is_first = False
+        try:
+            outcome = super().run(tensors, plan, count, heard)
+        except RuntimeError:
+            if self.outcome(plan, count) is not Outcome.FAILED:
+                raise  # this rank alone has heard of it
+            with gpu_blamed(self._rank, f"'{self.label}'"):
+                raise
+        finally:  # also where an interrupt comes as the call returns
+            done = self._enqueuing.take_done()
+            if done is not None:
+                is_first = self._enqueued(done, self)
+        return Outcome.DONE_AND_RUNG if is_first else outcome  # somebody has to look at the GPU from now on
 
     def _views(self, addresses: Sequence[int], owner: object) -> list[TensorView]:
         ready = _native.Moment(self._ordinal, self._current_stream())

@@ -18,7 +18,7 @@ import torch
 
 from hvdlite import _native
 from hvdlite.device_clock import DeviceClock
-from hvdlite.errors import CollectiveError
+from hvdlite.errors import CollectiveError, gpu_blamed
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
 from hvdlite.memory.layout import align_up, shard_bounds
@@ -243,7 +243,8 @@ class DeviceWindows:
             CollectiveError: it has not come to the end of an exchange in time; names it, and the ranks that are late.
         """
         with self._lock:
-            self._forget_done()
+            with gpu_blamed(self._meeting.ranks[self._meeting.rank], "tensor parallelism"):
+                self._forget_done()
             if not self._enqueued:
                 return
             _, _, purpose, since_s = self._enqueued[0]

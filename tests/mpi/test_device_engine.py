@@ -107,6 +107,25 @@ def test_where_a_rank_gets_no_stream_all_go_by_the_host(
     assert all(f"rank {LAST}: the driver says no" in text for text in said)
 
 
+@pytest.mark.parametrize("refused", ["_native.StreamBarrier.__init__", "_native.StreamBarrier.staged_allreduce"])
+def test_a_driver_that_refuses_a_part_is_named_with_the_tensor(
+    world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """And the streams of all ranks come to an end."""
+    monkeypatch.setattr("hvdlite.nccl_library.load", refuse)
+    said = f"rank {LAST}: 'w': its GPU has failed: the driver says no.*CUDA_LAUNCH_BLOCKING=1"
+    with pytest.raises(HorovodInternalError, match=said) as raised, running(world) as runtime:
+        if RANK == LAST:
+            monkeypatch.setattr(f"hvdlite.{refused}", refuse)
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view], name="w").wait()
+        while True:
+            time.sleep(0.01)
+            runtime.check()
+    gpu.cuda.synchronize(gpu.stream)
+    agree(world, None if "Traceback" not in str(raised.value) else f"a traceback: {raised.value}")
+
+
 def test_a_gpu_that_does_not_go_on_ends_the_job(world: MPI.Intracomm, gpu: Gpu) -> None:
     """The host has gone on meanwhile; only who looks after GPUs can notice."""
     go_on = threading.Event()
