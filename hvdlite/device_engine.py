@@ -89,9 +89,13 @@ class DeviceEngine:
 
     def close(self) -> None:
         """Let its stream come to an end; what does not is left behind."""
-        if not self.memory.settle(_SETTLE_S):
-            _LOG.error("GPU %d does not come to an end with what it was given; it is left behind", self.memory.ordinal)
-        self.engine.backend.close()
+        try:
+            if not self.memory.settle(_SETTLE_S):
+                _LOG.error(
+                    "GPU %d does not come to an end with what it was given; it is left behind", self.memory.ordinal
+                )
+        finally:
+            self.engine.backend.close()
 
 
 class _Card(NamedTuple):

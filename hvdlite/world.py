@@ -215,10 +215,15 @@ class World:
         self.check()
 
     def _close_device(self) -> None:
-        for companion in self._companions:
-            companion.close()
-        if self.executor.device is not None:
-            self.executor.device.close()
+        device = self.executor.device
+        for part in (*self._companions, *(() if device is None else (device,))):
+            try:
+                part.close()
+            except RuntimeError as error:
+                if isinstance(error, HorovodInternalError):
+                    raise
+                rank = self.topology.rank
+                _LOG.error("rank %d: its GPU has failed, and hvdlite leaves behind what it has there: %s", rank, error)
 
     @property
     def device_memory(self) -> Memory | None:

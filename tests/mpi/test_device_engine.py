@@ -16,6 +16,7 @@ from backend_lab import RANK, SIZE, reduced, values_of
 from cuda_lab import simulated
 from gpu_lab import Gpu, opened
 from hvdlite import _native
+from hvdlite.collectives.direct import DirectBackend
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.memory.device import DeviceMemory
@@ -124,6 +125,28 @@ def test_a_driver_that_refuses_a_part_is_named_with_the_tensor(
             runtime.check()
     gpu.cuda.synchronize(gpu.stream)
     agree(world, None if "Traceback" not in str(raised.value) else f"a traceback: {raised.value}")
+
+
+def test_a_gpu_that_fails_as_all_ends_is_left_behind(
+    world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order, with the rest closed: all operations are done."""
+    closed: list[object] = []
+    monkeypatch.setattr("hvdlite.nccl_library.load", refuse)
+    monkeypatch.setattr(DirectBackend, "close", lambda backend: closed.append(backend))
+    with running(world) as runtime:
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
+        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
+        if RANK == LAST:
+            monkeypatch.setattr(DeviceMemory, "settle", refuse)
+    agree(world, problem)
+    assert runtime.group.world.failure is None
+    assert len(closed) == 1
+    said = [text for text in caplog.messages if "leaves behind" in text]
+    assert said == [
+        f"rank {LAST}: its GPU has failed, and hvdlite leaves behind what it has there: the driver says no"
+    ] * (RANK == LAST)
 
 
 def test_a_gpu_that_does_not_go_on_ends_the_job(world: MPI.Intracomm, gpu: Gpu) -> None:
