@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -234,3 +237,23 @@ def driver_under_test() -> Driver:
 def gates_open_at_the_end(driver: Driver) -> Iterator[None]:
     yield
     driver.open_all()
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``program`` in a process of its own, where ``cuda`` is the driver."""
+    start = "from driver_lab import *\nfrom ctypes import *\n"
+    if "CUDA_VISIBLE_DEVICES" not in environment or environment["CUDA_VISIBLE_DEVICES"]:
+        start += "cuda = driver_under_test()\n"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-c", start + program],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+    )
+
+
+def output(program: str, **environment: str) -> str:
+    result = run(program, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

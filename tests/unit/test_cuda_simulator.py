@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from ctypes import c_int, c_size_t, c_ubyte, c_ulonglong, c_void_p
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +17,8 @@ from driver_lab import (
     driver_under_test,
     gates_open_at_the_end,
     on_device,
+    output,
+    run,
     simulator_only,
 )
 
@@ -35,26 +34,6 @@ def cuda() -> Iterator[Driver]:
     driver = driver_under_test()
     with gates_open_at_the_end(driver):
         yield driver
-
-
-def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``program`` in a process of its own, where ``cuda`` is the driver."""
-    start = "from driver_lab import *\nfrom ctypes import *\n"
-    if "CUDA_VISIBLE_DEVICES" not in environment or environment["CUDA_VISIBLE_DEVICES"]:
-        start += "cuda = driver_under_test()\n"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, "-c", start + program],
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-    )
-
-
-def output(program: str, **environment: str) -> str:
-    result = run(program, **environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 def copies(cuda: Driver, address: int, nbytes: int) -> list[int]:
@@ -426,81 +405,3 @@ def test_accesses_have_to_be_full(cuda: Driver) -> None:
         access = Access(Location(*location), flags)
         arguments = c_ulonglong(address), c_size_t(nbytes), ctypes.byref(access), c_size_t(1)
         assert cuda.status("cuMemSetAccess", *arguments) == answer
-
-
-# Multicast.
-
-MULTICAST = """
-nbytes = cuda.granularity()
-def team(devices):
-    return c_ulonglong(cuda.number("cuMulticastCreate", byref(Team(devices, nbytes, 1, 0))))
-def add(team, device):
-    return cuda.status("cuMulticastAddDevice", team, device)
-def bind(team, memory, n=nbytes):
-    return cuda.status("cuMulticastBindMem", team, c_size_t(0), memory, c_size_t(0), c_size_t(n), c_ulonglong(0))
-"""
-
-
-def test_a_team_is_complete_before_memory_is_bound() -> None:
-    """And before it is mapped: the driver would block. A device joins and binds once, what is shared and whole."""
-    program = """
-two, memory = team(2), cuda.create(nbytes)
-larger, private = cuda.create(2 * nbytes), c_ulonglong()
-cuda.call("cuMemCreate", byref(private), c_size_t(nbytes), byref(on_device(handle_types=0)), c_ulonglong(0))
-address, nothing = cuda.reserve(nbytes), c_ulonglong(0)
-def mapped():
-    return cuda.status("cuMemMap", c_ulonglong(address), c_size_t(nbytes), c_size_t(0), two, nothing)
-print(add(two, 0), add(two, 0), bind(two, memory), mapped(), add(two, 1), add(two, 2))
-print(bind(two, larger), bind(two, private), bind(two, memory), bind(two, memory), mapped())
-print(cuda.allow(address, nbytes), cuda.copy(ctypes.addressof(cuda.pinned(8)), address, 8, cuda.stream()))
-unbind = lambda device: cuda.status("cuMulticastUnbind", two, device, c_size_t(0), c_size_t(nbytes))
-print(unbind(1), unbind(0), unbind(0), cuda.unmap(address, nbytes))
-"""
-    answers = [line.split() for line in output(MULTICAST + program, GPUSIM_DEVICES="3").splitlines()]
-    refused = INVALID_VALUE
-    assert [[int(answer) for answer in line] for line in answers] == [
-        [OK, refused, refused, refused, OK, refused],
-        [refused, refused, OK, refused, OK],
-        [OK, refused],
-        [refused, OK, refused, OK],
-    ]
-
-
-def test_no_multicast() -> None:
-    program = """
-value = c_int()
-cuda.call("cuDeviceGetAttribute", byref(value), 132, 0)
-print(value.value, cuda.status("cuMulticastCreate", byref(c_ulonglong()), byref(Team(2, cuda.granularity(), 1, 0))))
-"""
-    assert output(program) == f"1 {OK}"
-    assert output(program, GPUSIM_NO_MULTICAST="1") == f"0 {NOT_SUPPORTED}"
-
-
-@pytest.mark.parametrize("mistake", ["nothing", "is not bound", "is no address of a team"])
-def test_what_is_not_bound_ends_the_process(mistake: str) -> None:
-    program = f"""
-from hvdlite import _native
-_native.use_cuda_library(library())
-segment = _native.FileSegment(0, 1)
-segment.map([b""], [-1], 0)
-multicast = _native.Multicast(segment, 1)
-os.close(multicast.create())
-multicast.join()
-if {mistake!r} != "is not bound":
-    multicast.bind()
-multicast.map()
-stream = _native.DeviceStream(0)
-(address,) = segment.copies
-stream.fill(address, 4, 7, 3.0)
-target = address if {mistake!r} == "is no address of a team" else multicast.address
-stream.multicast_store(target + 16, address, 16)
-stream.multicast_sum(address + 64, multicast.address + 16, 16, 7)
-handle = c_void_p(stream.handle)
-print(list((c_float * 4).from_buffer_copy(cuda.read(address + 64, 16, handle))))
-"""
-    done = run(program)
-    if mistake == "nothing":
-        assert done.stdout.strip() == "[3.0, 3.0, 3.0, 3.0]", done.stderr
-    else:
-        assert done.returncode != 0
-        assert mistake in done.stderr
