@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from hvdlite import _native
 from hvdlite.agreement import Ranks
 from hvdlite.collectives.adder import DeviceAdder
 from hvdlite.collectives.base import Backend
@@ -43,6 +44,8 @@ _SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
 _LIMIT_BYTES = 1 << 20  # between what is small and what is large
 _TRIES = 5
+_SHORT_S = 2e-3
+_NAP_S = 1e-4
 
 
 def build_device_backend(
@@ -89,7 +92,7 @@ def build_device_backend(
                 _LOG.warning("GPUs go without NCCL: %s", error)
             return None
 
-    contest = _Contest(everybody, memory, staging, places)
+    contest = _Contest(everybody, memory, staging, places, check)
     by_nccl = nccl(node.ranks, node.share(NcclBackend.progress_bytes(node.local_size))) if has_nccl else None
     if not is_shared and by_nccl is None:
         raise StartupError("GPUs that do not share memory need NCCL")
@@ -145,13 +148,25 @@ def ring_of_gpus(host: RingBackend, memory: DeviceMemory, config: Config) -> Rin
 
 
 class _Contest:
-    """Compares backends by allreduces of ``staging``; what all ranks measured decides, alike on all."""
+    """Compares backends by allreduces of ``staging``; what all ranks measured decides, alike on all.
 
-    def __init__(self, everybody: Ranks, memory: DeviceMemory, staging: Buffer, places: dict[int, int]) -> None:
+    Args:
+        check: raises once the job has failed.
+    """
+
+    def __init__(
+        self,
+        everybody: Ranks,
+        memory: DeviceMemory,
+        staging: Buffer,
+        places: dict[int, int],
+        check: Callable[[], None],
+    ) -> None:
         self._everybody = everybody
         self._memory = memory
         self._staging = staging.as_dtype(DType.FLOAT32)
         self._places = places
+        self._check = check
 
     def winner(self, first: Backend | None, second: NcclBackend | None, ranks: Sequence[int]) -> Backend:
         """The faster one for what is large, and for what is small; ``second`` is closed if it never is."""
@@ -194,7 +209,19 @@ class _Contest:
         for _ in range(_TRIES + 1):
             for backend, seconds in zip(backends, tries, strict=True):
                 began_s = time.perf_counter()
-                backend.allreduce(buf, label="comparison").wait()
-                self._memory.moment().wait()
+                try:
+                    backend.allreduce(buf, label="comparison").wait()
+                    self._await(self._memory.moment())
+                except BaseException:
+                    backend.wake()  # whom the world does not know yet
+                    raise
                 seconds.append(time.perf_counter() - began_s)
         return tries
+
+    def _await(self, moment: _native.Moment) -> None:
+        """Without naps as long as it is short, as it is measured; a rank may fail meanwhile."""
+        naps_from_s = time.monotonic() + _SHORT_S
+        while not moment.is_reached:
+            if time.monotonic() > naps_from_s:
+                self._check()
+                time.sleep(_NAP_S)
