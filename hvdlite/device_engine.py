@@ -146,8 +146,7 @@ def build(
             problem = str(error)
     has_nccl = _connected_by_nccl(cards)
     if shared is None and not has_nccl:
-        if topology.rank == topology.ranks[0]:
-            _LOG.warning("tensors on GPUs pass through memory of the host: %s", problem)
+        _warn_of_host(topology, problem)
         return None
     # NCCL needs no memory that other ranks can reach.
     memory, staging = shared or _shared_memory(everybody, discover(None, 0.0)[1], ordinal, config)
@@ -168,6 +167,10 @@ def build(
     except BaseException:
         _settle(memory)
         raise
+    if backend is None:
+        _settle(memory)
+        _warn_of_host(topology, problem)
+        return None
     engine = Engine(
         backend, host.exchange, staging, staging.nbytes, topology, host.recorder, host.administrator, host.executed
     )
@@ -228,6 +231,11 @@ def _connected_by_nccl(cards: Sequence[_Card]) -> bool:
     """Whether NCCL is everywhere, and may connect these GPUs."""
     have_one_each = len({card.uuid for card in cards}) == len(cards)
     return all(card.nccl is not None and (have_one_each or card.nccl.shares_gpus) for card in cards)
+
+
+def _warn_of_host(topology: Topology, problem: str) -> None:
+    if topology.rank == topology.ranks[0]:
+        _LOG.warning("tensors on GPUs pass through memory of the host: %s", problem)
 
 
 def _warn_of_shared_gpus(topology: Topology, cards: Sequence[_Card]) -> None:

@@ -61,8 +61,10 @@ def build_device_backend(
     staging: Buffer,
     is_shared: bool,
     has_nccl: bool,
-) -> Backend:
+) -> Backend | None:
     """The backend for the GPUs of all ranks of ``topology``; a collective call of all of them.
+
+    None, on all ranks alike, where ranks of a node neither share memory nor come together by NCCL.
 
     Args:
         cross: between the ranks of a rail, in memory of the host; None where there is none.
@@ -95,7 +97,7 @@ def build_device_backend(
     contest = _Contest(everybody, memory, staging, places, check)
     by_nccl = nccl(node.ranks, node.share(NcclBackend.progress_bytes(node.local_size))) if has_nccl else None
     if not is_shared and by_nccl is None:
-        raise StartupError("GPUs that do not share memory need NCCL")
+        return None
     direct = DirectBackend(node, memory, recorder, spin_us=spin_us(config, node)) if is_shared else None
     in_node = contest.winner(direct, by_nccl, node.ranks)
     if len(topology.nodes) == 1:

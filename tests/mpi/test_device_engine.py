@@ -15,13 +15,15 @@ import nccl_lab
 from backend_lab import RANK, SIZE, reduced, values_of
 from cuda_lab import simulated
 from gpu_lab import Gpu, opened
-from hvdlite import _native
+from hvdlite import _native, device_engine
 from hvdlite.collectives.direct import DirectBackend
+from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, StartupError
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.views import OnDevice, TensorView
 from hvdlite.operations.allreduce import allreduce_async
+from one_gpu import not_at_first
 from runtime_lab import TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi
@@ -106,6 +108,26 @@ def test_where_a_rank_gets_no_stream_all_go_by_the_host(
     said = [text for text in caplog.messages if "pass through memory of the host" in text]
     assert len(said) == (RANK == 0)
     assert all(f"rank {LAST}: the driver says no" in text for text in said)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="a rank shares memory with itself")
+def test_gpus_without_shared_memory_that_nccl_does_not_connect_go_by_the_host(
+    world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def meet(_: NcclBackend) -> None:
+        raise StartupError("no way to connect")
+
+    nccl_lab.simulated()
+    monkeypatch.setattr(device_engine, "_shared_memory", not_at_first(device_engine._shared_memory))
+    monkeypatch.setattr(NcclBackend, "_meet", meet)
+    with running(world) as runtime, caplog.at_level(logging.WARNING, "hvdlite"):
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
+        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
+        assert runtime.group.device_memory is None
+    agree(world, problem)
+    said = [text for text in caplog.messages if "GPUs go without NCCL: no way" in text or "pass through memory" in text]
+    assert len(said) == 2 * (RANK == 0)
 
 
 @pytest.mark.parametrize("refused", ["_native.StreamBarrier.__init__", "_native.StreamBarrier.staged_allreduce"])
