@@ -80,7 +80,7 @@ std::vector<int> StreamBarrier::late() const {
   return ranks;
 }
 
-void StreamBarrier::release() {
+void StreamBarrier::release() noexcept {
   if (is_released_.exchange(true)) return;
   // Before anything that may have to wait: a thread that meets has the lock, and the driver keeps it until the stream,
   // which has no room for more, goes on. Released: whoever finds that a stream went on finds as well why it was freed,
@@ -88,9 +88,11 @@ void StreamBarrier::release() {
   for (int rank = 0; rank < size_; ++rank) {
     __atomic_store_n(word_of(rank), met_ + kForGood, __ATOMIC_RELEASE);
   }
-  const cuda::Current current(stream_.context());
+  const cuda::Current current(stream_.context(), std::nothrow);
   const std::lock_guard<std::mutex> lock(mutex_);
-  write(met_ + kForGood);  // after what the stream has yet to write, which would make the word small again
+  // After what the stream has yet to write, which would make the word small again. Where the driver refuses, the GPU
+  // has failed, and its streams write nothing any more.
+  driver().stream_write_value(stream_.handle(), address_of(rank_), met_ + kForGood, 0);
 }
 
 // After all that the stream has done so far, which whoever sees the value sees as well: without

@@ -40,7 +40,7 @@ class StreamBarrier {
 
   // For good: frees all streams that wait here, in all processes, and lets those go on that come. From any thread, by
   // every rank that lives. What streams do that have not met is undefined.
-  void release();
+  void release() noexcept;
 
   // At the end, once: have the driver forget the page. False where it refuses, or the stream may still come to it:
   // after a failure the stream goes on with what it was given, once what it waits for has been done.

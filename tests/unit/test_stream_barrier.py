@@ -64,6 +64,25 @@ def test_its_page_stays_where_the_driver_does_not_let_go() -> None:
     assert memory() is not None
 
 
+def test_a_rank_whose_driver_refuses_everything_lets_others_go() -> None:
+    """As one does whose GPU has failed. The rest of what ends a world must not be kept from it by that."""
+    cuda, nbytes = simulated(), _native.StreamBarrier.bytes_needed(2)
+    fd = create_memory_file(nbytes)
+    pages = [Segment(fd, nbytes) for _ in range(2)]  # of one memory, as two ranks have
+    os.close(fd)
+    streams = [_native.DeviceStream(0) for _ in range(2)]
+    failed, waiting = (_native.StreamBarrier(streams[rank], pages[rank].memory, rank, 2) for rank in range(2))
+    waiting.meet()
+    refusing = ctypes.c_void_p(streams[0].handle)
+    with cuda.current():
+        cuda.library.cuStreamBeginCapture_v2(refusing, 2)
+        try:
+            failed.release()
+            _native.Moment(0, streams[1].handle).wait()
+        finally:
+            cuda.library.cuStreamEndCapture(refusing, ctypes.byref(ctypes.c_void_p()))
+
+
 def test_its_page_stays_while_its_stream_may_come_to_it() -> None:
     """As after a failure, where the stream is behind a long kernel of the user's."""
     cuda, go_on = simulated(), threading.Event()
