@@ -153,6 +153,7 @@ class Keepers:
         self._numbers = 0
         self._starts = 0  # of ranks
         self._living: dict[str, _Keeper] = {}
+        self._lost_s: dict[str, float] = {}  # when hosts lost theirs, by the monotonic clock
         self._copy = SecondCopy()
         self._looked_s = -math.inf  # at which keepers are stopped
         self._reception = Reception(listeners, Secret(self._key, TO_HEAD, CALL.size), self._admit)
@@ -183,7 +184,7 @@ class Keepers:
             started.result()
 
     def give_up_late(self) -> list[str]:
-        """The names of the hosts whose keepers have been started, and did not call in time."""
+        """The names of the hosts whose keepers have been started, and did not call in time, or ended as they did."""
         with self._changed:
             late = [one for one in self._started.values() if one.link is None and not one.is_coming]
         for keeper in late:
@@ -375,12 +376,17 @@ class Keepers:
                     keeper.answered += word == Word.HOLDS
                     keeper.takes &= word != Word.TAKE
                     self._changed.notify_all()
-        self._forget(keeper)
+        # One that has ended as it called is late: the next one would as well, where a host has two names. Unless the
+        # one before it is still there, which ends.
+        has_lost_s = time.monotonic() - self._lost_s.get(keeper.host, -math.inf)
+        if keeper.link is not None or has_lost_s < self._patience_s:
+            self._forget(keeper)
 
     def _forget(self, keeper: _Keeper) -> None:
         with self._changed:
             if self._living.get(keeper.host) is keeper:
                 del self._living[keeper.host]
+                self._lost_s[keeper.host] = time.monotonic()
             self._started = {number: other for number, other in self._started.items() if other is not keeper}
             self._changed.notify_all()
         keeper.end()

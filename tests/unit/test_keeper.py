@@ -351,6 +351,10 @@ def test_a_host_that_is_named_twice_has_one_keeper(elsewhere: Keepers, capfd: py
     while "another one of this job is here" not in said:  # it says so as it ends
         assert time.monotonic() < until_s, said
         said += capfd.readouterr().err
+    elsewhere.begin_start([Host("b", 1)])
+    late: list[str] = []
+    wait_for(lambda: late.extend(elsewhere.give_up_late()) or bool(late))  # and is not started again at once
+    assert late == ["b"]
 
 
 def test_hosts_where_the_user_has_csh(tmp_path: Path) -> None:
