@@ -22,7 +22,7 @@ from hvdlite.launched import Launched
 from hvdlite.links import connections
 from hvdlite.links.connections import Connection
 from hvdlite.links.interfaces import is_own
-from hvdlite.processes import end_of, has_ended, shares_network, state_of, words_of
+from hvdlite.processes import end_of, has_ended, is_stopped, shares_network, state_of, words_of
 from hvdlite.start.start_watch import GONE_S, THROUGH
 
 OUTLIVES_S = 3.0  # a launcher its ranks
@@ -194,7 +194,17 @@ class LauncherWatch:
 
     def _explain_lateness(self) -> str:
         silent = self._silence() or self._silent_before or self._unanswered(self._others)
-        return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
+        return f"some ranks have not ended, though all were to{_listed(silent) or self._left_here()}"
+
+    def _left_here(self) -> str:
+        """The ranks on this machine that have not ended, and what they do."""
+        left = []
+        for pid, rank in self._running.items():
+            name = "a rank" if rank is None else f"rank {rank.rank}"
+            left.append(f"{name} (pid {pid}) {'is stopped' if is_stopped(pid) else 'still runs'}")
+        if self._others:
+            left.append(f"those on {', '.join(self._others)} may be stopped, or stuck")
+        return f": {', '.join(left) or 'they are stopped, or stuck'}"
 
     def _explain_outliving(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +19,9 @@ from hvdlite.cli.job import Host
 from hvdlite.cli.launcher_watch import OUTLIVES_S, Expected, LauncherWatch
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.links.connections import Connection
+from hvdlite.processes import is_stopped
 from hvdlite.recovery.keeper import Word
+from keeper_lab import wait_for
 
 UNKNOWN = "\n  typo: this name is not known here; check it, /etc/hosts and DNS"
 
@@ -150,4 +154,30 @@ def test_the_rank_that_ends_first(seen: int, ends: list[str], first: int | None)
                 watch.ranks_ended([key for key, _ in keys])
             assert watch.first_end == first
             watch.close()
+        launcher.stdin.close()
+
+
+def test_ranks_that_are_late_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what they do: who has still to save something needs more time, not SIGCONT."""
+    words = RankWords(1, 0.0, 0.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", RANKS, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdin is not None and launcher.stdout is not None
+        assert launcher.stdout.readline() == "started\n"
+        with selectors.DefaultSelector() as selector:
+            watch = LauncherWatch(launcher.pid, Expected((), True, 20.0, words=words), selector)
+            assert watch.look() is None
+            pids = {rank.rank: pid for pid, rank in watch._running.items() if rank is not None}
+            os.kill(pids[1], signal.SIGSTOP)
+            wait_for(lambda: is_stopped(pids[1]))
+            words.hear(Word.FAILED, 1)
+            monkeypatch.setattr(rank_words.time, "monotonic", lambda: math.inf)
+            said = watch.look()
+            assert said is not None and said.startswith("some ranks have not ended, though all were to: "), said
+            ranks = {f"rank 0 (pid {pids[0]}) still runs", f"rank 1 (pid {pids[1]}) is stopped"}
+            assert set(said.partition(": ")[2].split(", ")) == ranks
+            watch.close()
+        print("0 1", file=launcher.stdin, flush=True)
+        assert launcher.stdout.readline() == "killed\n"
         launcher.stdin.close()
