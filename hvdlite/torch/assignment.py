@@ -87,6 +87,15 @@ class Assignment:
         self.is_loose = True
         return True
 
+    def follow_conversion_in(self, bucket: Bucket) -> Bucket:
+        """Have gradients of any dtype in what is returned in place of ``bucket``, which could not be loaded."""
+        loose = self._loosened(bucket)
+        loose.count_active()
+        loose.missing = bucket.missing
+        self.buckets = [loose if other is bucket else other for other in self.buckets]
+        self.is_loose = True
+        return loose
+
     def _loosened(self, bucket: Bucket) -> Bucket:
         is_sparse = isinstance(bucket, SparseBucket)
         loose = SparseBucket(bucket.name, bucket.slots) if is_sparse else self._maker.loose(bucket.name, bucket.slots)

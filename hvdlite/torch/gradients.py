@@ -24,6 +24,10 @@ Kind = tuple[torch.dtype, bool]
 """Element type, and whether on a GPU: gradients of one kind may share a bucket."""
 
 
+class ConvertedParameter(ValueError):
+    """A parameter is another than when its bucket was made."""
+
+
 class Slot:
     """One parameter and the place of its gradient.
 
@@ -108,10 +112,11 @@ class Slot:
         """``p.grad`` as a gapless block in the parameter's layout; None where this rank contributes zeros.
 
         Raises:
-            ValueError: the parameter was converted, but not all of the model; or the gradient has no memory of its own.
+            ConvertedParameter: the parameter was converted since its bucket was made.
+            ValueError: the gradient has no memory of its own.
         """
-        gradient = self.param.grad
-        if gradient is None or not self.active:
+        gradient = self._gradient()
+        if gradient is None:
             return None
         self._see_to_view()
         if (
@@ -129,9 +134,13 @@ class Slot:
         return laid_out
 
     def sparse_contribution(self) -> torch.Tensor | None:
-        """``p.grad`` as a sparse tensor with one sparse dimension; None where this rank has no rows."""
-        gradient = self.param.grad
-        if gradient is None or not self.active:
+        """``p.grad`` as a sparse tensor with one sparse dimension; None where this rank has no rows.
+
+        Raises:
+            ConvertedParameter: the parameter was converted since its bucket was made.
+        """
+        gradient = self._gradient()
+        if gradient is None:
             return None
         self._check(gradient)
         self._note_loaded(gradient)
@@ -149,6 +158,13 @@ class Slot:
             self.param.grad = dense
         self._note_loaded(dense)
         return dense
+
+    def _gradient(self) -> torch.Tensor | None:
+        """``p.grad``, if it is to be reduced. Without one it is the parameter that tells of a conversion."""
+        gradient = self.param.grad if self.active else None
+        if gradient is None and self.active and self.is_converted:
+            raise self._converted(self.param)
+        return gradient
 
     def _note_loaded(self, gradient: torch.Tensor) -> None:
         self.loaded, self.version, self.address = gradient, gradient._version, _address_of(gradient)
@@ -249,11 +265,13 @@ class Slot:
 
     def _check(self, gradient: torch.Tensor) -> None:
         if gradient.dtype is not self.dtype or gradient.numel() != self.numel:
-            raise ValueError(
-                f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the "
-                f"parameter had {self.dtype} with {self.numel} elements in the step before; convert models as a whole, "
-                "between steps, or parts of them before the first step"
-            )
+            raise self._converted(gradient)
+
+    def _converted(self, found: torch.Tensor) -> ConvertedParameter:
+        return ConvertedParameter(
+            f"the gradient of '{self.name}' is {found.dtype} with {found.numel()} elements, but the parameter had "
+            f"{self.dtype} with {self.numel} elements in the step before; convert models between steps"
+        )
 
 
 def dense_views(slots: Sequence[Slot]) -> list[TensorView]:

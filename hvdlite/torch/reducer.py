@@ -34,7 +34,7 @@ from hvdlite.torch.bucketing import Phase
 from hvdlite.torch.buckets import SparseBucket
 from hvdlite.torch.device import follow
 from hvdlite.torch.eager import eager
-from hvdlite.torch.gradients import Bucket, Slot, UnderWay
+from hvdlite.torch.gradients import Bucket, ConvertedParameter, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.sparse import SparseReduction
@@ -73,6 +73,7 @@ class GradientReducer:
         self.arrival = Arrival(passes, self._begin, self._complete)
         self._groups = groups
         self._changed: list[Slot] = []
+        self._live: list[Bucket] = []
         self._attach(self._current_group())
         self.add(parameters)
         _alive[self] = None
@@ -166,7 +167,7 @@ class GradientReducer:
         """All gradients of ``bucket`` are there."""
         self._completed += 1
         if not self.arrival.watches_ends:  # else there may be more to come, and step() loads
-            self._load(bucket)
+            bucket = self._loaded(bucket)
             bucket.is_exposed = True
         if len(self._assignment.buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
             self._submit(bucket)
@@ -174,18 +175,26 @@ class GradientReducer:
             self.recorder.mark(Lane.BACKWARD, bucket.name)
             self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
 
-    def _load(self, bucket: Bucket) -> None:
+    def _loaded(self, bucket: Bucket) -> Bucket:
+        """``bucket``; or what is in its place from now on, if a layer was converted alone."""
         if bucket.streams:
             follow(bucket.streams, bucket.slots[0].param)
-        bucket.load()
+        try:
+            bucket.load()
+        except ConvertedParameter:  # on all ranks, which have converted the same
+            loose = self._assignment.follow_conversion_in(bucket)
+            self._live = [loose if other is bucket else other for other in self._live]
+            bucket = loose
+            bucket.load()
         if self._numerics is not None:
             self._numerics.look(bucket)
+        return bucket
 
-    def _submit(self, bucket: Bucket, *, background: bool = True) -> None:
-        """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once."""
+    def _submit(self, bucket: Bucket, *, background: bool = True) -> Bucket:
+        """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once. Returns `_loaded`."""
         try:
             if bucket.loaded is None:  # some of its parameters took no part in backward on this rank
-                self._load(bucket)
+                bucket = self._loaded(bucket)
             if isinstance(bucket, SparseBucket):
                 bucket.pending = SparseReduction(bucket.loaded, bucket.name, self.options.reduce)
             else:
@@ -195,6 +204,7 @@ class GradientReducer:
         except HorovodInternalError:
             self.reset()
             raise
+        return bucket
 
     def _allreduce(self, bucket: Bucket, *, background: bool) -> UnderWay:
         group, reduce = self._group, self.options.reduce
@@ -270,7 +280,7 @@ class GradientReducer:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
         with self.recorder.span(Lane.WAIT, "synchronize") if self.recorder.enabled else NO_SPAN:
             try:
-                self._reduce(buckets)
+                buckets = self._reduce(buckets)
             except MismatchError as error:
                 raise self._assignment.explained(error) from None
             for bucket in buckets:
@@ -281,10 +291,12 @@ class GradientReducer:
         if self.recorder.enabled:
             self._show_parameters(buckets)
 
-    def _reduce(self, buckets: Sequence[Bucket]) -> None:
+    def _reduce(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """``buckets``, reduced; or what is in their place from now on."""
         left = [bucket for bucket in buckets if bucket.pending is None]
-        for bucket in left:
-            self._submit(bucket, background=bucket is not left[-1])
+        if left:
+            submitted = {bucket: self._submit(bucket, background=bucket is not left[-1]) for bucket in left}
+            buckets = [submitted.get(bucket, bucket) for bucket in buckets]
         failure: HorovodInternalError | None = None
         for bucket in buckets:
             try:
@@ -294,6 +306,7 @@ class GradientReducer:
                 failure = failure or error
         if failure is not None:
             raise failure
+        return buckets
 
     def _warn_of_changes(self) -> None:
         """One warning for all: whoever clips too early changes every gradient of the model, on every rank."""

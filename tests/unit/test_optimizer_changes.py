@@ -66,17 +66,30 @@ def test_some_layers_converted_between_steps(universe: Universe) -> None:
             optimizer.zero_grad(set_to_none=False)
 
 
-def test_a_layer_that_is_converted_alone(universe: Universe) -> None:
-    universe.start(3, nodes=1, bucket_bytes=1 << 30)
-    model = Scales((3,), (4,), (5,))
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize("steps", [1, 3, arrival._ORDERLY_STEPS + 4])
+def test_a_layer_inside_a_bucket_that_is_converted_alone(
+    world: FakeWorld, steps: int, is_used: bool, set_to_none: bool
+) -> None:
+    model = Scales(*SHAPES)
     optimizer = wrap(model)
-    model.loss().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.p[1].data = model.p[1].data.half()
-    model.loss().backward()
-    with pytest.raises(ValueError, match=r"'p\.1' is torch\.float16.*torch\.float32 .*convert models as a whole"):
+
+    def step(leave_out: tuple[int, ...] = ()) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model.loss(leave_out=leave_out).backward()
         optimizer.step()
+        assert reduced(model) == expected(model, FACTOR, leave_out)
+
+    for _ in range(steps):
+        step()
+    optimizer.zero_grad()
+    model.p[1].data = model.p[1].data.double()
+    model.p[3].data = model.p[3].data.half()
+    step(leave_out=() if is_used else (1, 3))  # another rank has used them
+    for _ in range(3):
+        step()
+    assert [p.grad.dtype for p in model.p[1:4]] == [torch.float64, torch.float32, torch.float16]
 
 
 # Parameters that are switched off and on.
