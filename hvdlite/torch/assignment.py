@@ -53,6 +53,7 @@ class Assignment:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.is_loose = False
+        self._was_converted = False  # in this step
         self.number = 0
         self._made_after = group.joins
         self.phase = Phase.UNASSIGNED
@@ -84,7 +85,7 @@ class Assignment:
         if not any(bucket.slots[0].is_converted for bucket in self.buckets):
             return False
         self.buckets = [self._loosened(bucket) for bucket in self.buckets]
-        self.is_loose = True
+        self.is_loose = self._was_converted = True
         return True
 
     def follow_conversion_in(self, bucket: Bucket) -> Bucket:
@@ -93,7 +94,7 @@ class Assignment:
         loose.count_active()
         loose.missing = bucket.missing
         self.buckets = [loose if other is bucket else other for other in self.buckets]
-        self.is_loose = True
+        self.is_loose = self._was_converted = True
         return loose
 
     def _loosened(self, bucket: Bucket) -> Bucket:
@@ -105,9 +106,14 @@ class Assignment:
             slot.bucket, slot.place, slot.view = loose, None, None
         return loose
 
-    def are_all_here(self) -> bool:
-        """Whether no rank has joined, which would hear of no agreement. Collective."""
-        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    def stays_converted(self) -> bool:
+        """Whether no parameter was converted in this step, as is done around each where half precision trains."""
+        was_converted, self._was_converted = self._was_converted, False
+        return not was_converted and not any(slot.is_converted for slot in self._arrival.slots)
+
+    def are_all_here(self, *, ready: bool = True) -> bool:
+        """Whether no rank has joined, which would hear of no agreement, and all are ``ready``. Collective."""
+        here = torch.full((1,), not ready, dtype=torch.uint8, device="cpu")
         views = views_of((here,))
         try:
             allreduce_async(
@@ -115,7 +121,7 @@ class Assignment:
             ).wait()
         except MismatchError:
             return False
-        return True
+        return not here.item()
 
     def forget(self) -> None:
         """Have nothing agreed on in this step, so that ranks that have joined can go on like this one."""

@@ -73,4 +73,4 @@ class SparseBucket(Bucket):
         (slot,) = self.slots
         if slot.active and self.pending is not None:
             slot.note_if_changed()
-            slot.param.grad = self.pending.wait()
+            slot.hand_over(self.pending.wait())

@@ -189,14 +189,25 @@ class Slot:
         is_there = gradient is loaded and _address_of(gradient) == self.address
         is_other = loaded is not None and not is_there
         # Views of one buffer have one version, which the gradients of others change.
-        if is_other or (gradient._version != self.version and not _is_placed(gradient)):
+        is_changed = is_other or (gradient._version != self.version and not _is_placed(gradient))
+        if is_changed and not self.is_converted:  # of which nothing is lost
             self.changed.append(self)
         return is_there
 
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
         """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
         if self.active and not self.note_if_changed():
+            self.hand_over(reduced)
+
+    def hand_over(self, reduced: torch.Tensor) -> None:
+        """Make ``reduced`` ``p.grad``, converted like the parameter if that was done after backward.
+
+        Who trains in half precision steps in full: backward(), model.float(), step(), model.half().
+        """
+        try:
             self.param.grad = reduced
+        except RuntimeError:  # to ask each parameter before costs more
+            self.param.grad = reduced.to(self.param.device, gradient_dtype(self.param))
 
     def settle_in(self, region: Region, start: int) -> torch.Tensor:
         """Have a `view`, which is returned, from byte ``start`` of ``region`` on."""
@@ -230,7 +241,7 @@ class Slot:
         if gradient is not None and _is_placed(gradient):
             gradient.copy_(self.view)
         else:
-            self.param.grad = self.view
+            self.hand_over(self.view)
 
     def enter_view(self) -> None:
         """Have a gradient live in `view`, if there is one, unless the program has chosen its place."""

@@ -270,7 +270,8 @@ class GradientReducer:
                     self.reset()
             else:
                 self._finish_changes()
-            if self._assignment.is_loose and self._assignment.are_all_here():
+            assignment = self._assignment
+            if assignment.is_loose and assignment.are_all_here(ready=assignment.stays_converted()):
                 self._move()
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:

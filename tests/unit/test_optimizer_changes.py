@@ -92,6 +92,31 @@ def test_a_layer_inside_a_bucket_that_is_converted_alone(
     assert [p.grad.dtype for p in model.p[1:4]] == [torch.float64, torch.float32, torch.float16]
 
 
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3, 4, 5, 6), (1, 2)])
+def test_a_model_in_half_precision_that_is_converted_for_each_step(
+    world: FakeWorld, layers: tuple[int, ...], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+
+    def convert(dtype: torch.dtype) -> None:  # as programs do that train CLIP
+        for p in (model.p[layer] for layer in layers):
+            p.data = p.data.to(dtype)
+            if p.grad is not None:
+                p.grad.data = p.grad.data.to(dtype)
+
+    for _ in range(arrival._ORDERLY_STEPS + 4):
+        optimizer.zero_grad()
+        convert(torch.bfloat16)
+        model.loss().backward()
+        convert(torch.float32)
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
+        assert {p.grad.dtype for p in model.p if p.grad is not None} == {torch.float32}
+    assert len({one.name for one in world.buckets}) <= 3 * len(SHAPES)  # which are not made anew each time
+    assert not recwarn.list
+
+
 # Parameters that are switched off and on.
 
 
