@@ -185,7 +185,8 @@ class _ElasticJob:
         self._orphans = Orphans()
         self._selector = selectors.DefaultSelector()
         for seat in range(count):
-            self._launch(seat)
+            if not stops:
+                self._launch(seat)
 
     def run(self) -> int:
         """Returns the exit status, once all have ended."""

@@ -57,7 +57,7 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
     with Stops() as stops, closing(MeetingPoint()) as point, ExitStack() as on_failure:
         on_failure.callback(sweep, lambda: True)
         inherited = {**without_launcher(environ), **point.environment}
-        started = [start(argv, rank, count, inherited) for rank in range(count)]
+        started = [start(argv, rank, count, inherited) for rank in range(count) if not stops]
         point.open()
         job = _Job(started, point, stops, grace_s)
         on_failure.pop_all()

@@ -301,6 +301,26 @@ class TestWithoutMpi:
         assert "hvdlite run: rank 0 cannot be started: " in done.stderr
 
 
+@pytest.mark.parametrize("words", [[], ["--elastic"]])
+def test_a_signal_while_ranks_are_started(words: list[str]) -> None:
+    """No more of them are, as of the million for which a slip of the pen has asked."""
+    program = """
+import os, signal, sys
+from hvdlite.cli import ranks, run
+
+def start(argv, rank, *others, start=ranks.start):
+    print(rank, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return start(argv, rank, *others)
+
+ranks.start = start
+sys.exit(run.main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, *words, "-np", "3", "sleep", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (143, "0\n"), done
+
+
 @pytest.mark.parametrize(
     "words", ["a.py", "--output-filename logs a.py", "--elastic a.py", "--mpi a.py", "--config-file c.yaml a.py"]
 )
