@@ -141,6 +141,19 @@ def is_read_from_stdin(program: Sequence[str]) -> bool:
     return not words or words[0] == "-"
 
 
+def why_no_program(name: str) -> str:
+    """Why ``name``, which PATH does not lead to, cannot be started, with what to write where something is there."""
+    if os.path.isdir(name):
+        return "is a directory; name a program"
+    if os.path.isfile(name) and os.access(name, os.X_OK):  # one with a slash in its name would have been found
+        return f"is not in PATH; write ./{name} for the one that is here"
+    if os.path.isfile(name):
+        return "may not be executed; write what runs it before it, as in bash script.sh, or chmod +x"
+    if os.path.isfile(f"{name}.py"):
+        return f"is not there; write {name}.py"
+    return "is neither a .py file nor a program in PATH"
+
+
 def is_this_machine(host: Host) -> bool:
     own, name = socket.gethostname().lower(), host.address.lower()
     # Either may lack its domain; where both have one, hosts may differ by it alone.

@@ -31,6 +31,7 @@ from hvdlite.cli.job import (
     is_read_from_stdin,
     is_this_machine,
     open_standard_descriptors,
+    why_no_program,
 )
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
@@ -416,10 +417,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     if program[0].endswith(".py"):
         program = [sys.executable, *program]
     elif not shutil.which(program[0]):
-        raise ConfigError(
-            f"{program[0]!r} is neither a .py file nor a program in PATH (an option of mpirun that takes one? "
-            "Write it as --option=value, and -- before the program)"
-        )
+        hint = "an option of mpirun that takes one? Write it as --option=value, and -- before the program"
+        raise ConfigError(f"{program[0]!r} {why_no_program(program[0])}{f' ({hint})' if arguments.options else ''}")
     if arguments.output:
         program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(count - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces

@@ -200,6 +200,23 @@ class TestParsing:
         assert run.main(["--mpirun", str(mpirun), *words.split()]) == 2
         assert text in capfd.readouterr().err
 
+    def test_a_program_that_is_here_otherwise(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What would run it is named; what is no program may be the argument of an option of mpirun's."""
+        monkeypatch.chdir(tmp_path)
+        executable(tmp_path / "steps", "")
+        (tmp_path / "train.py").touch()
+        for words, why in (
+            ("steps", "'steps' is not in PATH; write ./steps for the one that is here"),
+            ("./train", "'./train' is not there; write ./train.py"),
+            (".", "'.' is a directory; name a program"),
+            ("--odd-option x train", r"write train.py \(an option of mpirun that takes one\?"),
+        ):
+            with pytest.raises(ConfigError, match=f"{why}($| )"):
+                run.launch_of(parse(["-np", "2", *words.split()]), {})
+        (tmp_path / "steps").chmod(0o644)
+        with pytest.raises(ConfigError, match="may not be executed; write what runs it before it"):
+            run.launch_of(parse(["-np", "2", "./steps"]), {})
+
     @pytest.mark.parametrize(
         ("words", "ranks"),
         [
