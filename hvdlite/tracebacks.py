@@ -5,6 +5,7 @@ HVDLITE_FULL_TRACEBACKS=1 shows all frames, as Python does.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -16,6 +17,8 @@ from hvdlite.config import FULL_TRACEBACKS, other_variable
 from hvdlite.errors import HorovodInternalError, NumericsError, StartupError
 
 _OURS = str(Path(__file__).parent) + "/"
+_STANDARD_LIBRARY = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = {"site-packages", "dist-packages"}
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 ThreadHook = Callable[[threading.ExceptHookArgs], object]
@@ -51,6 +54,11 @@ def stacklevel() -> int:
     while frame.f_back is not None and (_is_ours(frame) or _leads_to_ours(frame)):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def is_of_a_library(file: str) -> bool:
+    """Whether a frame of ``file`` is not of the program itself."""
+    return file.startswith(_STANDARD_LIBRARY) or not _INSTALLED.isdisjoint(file.split(os.sep))
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -91,7 +99,10 @@ def _shown(error: BaseException, trace: TracebackType | None) -> TracebackType |
 
 
 def described(error: BaseException) -> str:
-    """Type, message and place on the first line, then the traceback."""
+    """Type, message and place on the first line, then the traceback.
+
+    The place is the program's line, below which there may be many of torch's; of a mistake of hvdlite's it is ours.
+    """
     lines = traceback.format_exception_only(error)
     trace = _shown(error, error.__traceback__)
     frames = "".join(traceback.format_exception(type(error), error, trace))
@@ -99,7 +110,9 @@ def described(error: BaseException) -> str:
     first, *more = summary.strip().splitlines()
     places = traceback.extract_tb(trace)
     if places:
-        first += f" ({places[-1].filename}, line {places[-1].lineno}, in {places[-1].name})"
+        of_program = [] if _ends_in_ours(trace) else [at for at in places if not is_of_a_library(at.filename)]
+        at = (of_program or places)[-1]
+        first += f" ({at.filename}, line {at.lineno}, in {at.name})"
     return "\n".join([first, *more, frames.removesuffix(summary).rstrip()]).rstrip()
 
 

@@ -16,14 +16,13 @@ from hvdlite.coordinator.messages import Notice
 from hvdlite.coordinator.request import Key
 from hvdlite.errors import StallError
 from hvdlite.rank_list import rank_list
+from hvdlite.tracebacks import is_of_a_library
 
 _LOG = logging.getLogger("hvdlite")
 _ANSWER_S = 2.0  # how long the root waits for answers before it reports what it has
 _LOOK_S = 0.25
 _FRAMES = 3
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_INSTALLED = {"site-packages", "dist-packages"}
 
 Waiting = Callable[[], list[tuple[Key, str, float]]]
 
@@ -140,11 +139,7 @@ def _where_main_thread_is() -> str:
     # In a DataLoader, or in backward, many frames of libraries are below the line that led there.
     stack = traceback.extract_stack(frame)
     others = [entry for entry in stack if not entry.filename.startswith((_PACKAGE, "<frozen"))]
-    shown = [entry for entry in others if not _is_of_a_library(entry.filename)][-_FRAMES:] or others[-_FRAMES:]
+    shown = [entry for entry in others if not is_of_a_library(entry.filename)][-_FRAMES:] or others[-_FRAMES:]
     if others and others[-1] is stack[-1] is not shown[-1]:
         shown.append(stack[-1])
     return " > ".join(f"{at.filename}:{at.lineno} in {at.name}: {at.line}" for at in shown) or "no Python code"
-
-
-def _is_of_a_library(file: str) -> bool:
-    return file.startswith(_STANDARD_LIBRARY) or not _INSTALLED.isdisjoint(file.split(os.sep))

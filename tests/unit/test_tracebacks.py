@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import threading
 import traceback
@@ -183,3 +185,13 @@ def test_what_other_ranks_are_told_names_the_place_first() -> None:
     assert first.startswith("KeyError: 'of the program' (") and first.endswith(", in mine)")
     assert rest[0] == "Traceback (most recent call last):"
     assert sum("of the program" in line for line in [first, *rest]) == 2  # the message, and the line of the program
+
+
+@pytest.mark.parametrize("call", [partial(json.loads, "{"), partial(os.makedirs, os.devnull)])
+def test_the_place_of_an_error_in_a_library_is_the_line_of_the_program(call: Callable[[], object]) -> None:
+    def of_program() -> None:
+        call()
+
+    assert tracebacks.described(raised(of_program)).splitlines()[0].endswith(", in of_program)")
+    ours = inside("assert False, 'a bug'")
+    assert tracebacks.described(raised(ours)).splitlines()[0].endswith(", in ours)")
