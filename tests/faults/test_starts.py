@@ -170,8 +170,11 @@ def test_without_mpi_a_rank_that_ends_before_its_start_is_named(end: str, words:
 
 
 @on_one_mpi("mpich")
-@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("sys.exit(0)", 1)])
-@pytest.mark.parametrize("start", ["hvdlite.init()", GROUP], ids=["init", "process group"])
+@pytest.mark.parametrize(
+    ("start", "end", "status"),
+    [("hvdlite.init()", "sys.exit(3)", 3), (GROUP, "sys.exit(0)", 1)],
+    ids=["init", "process group"],
+)
 def test_under_mpirun_a_rank_that_ends_before_its_start_is_named(
     start: str, end: str, status: int, mpi: str, tmp_path: Path
 ) -> None:
