@@ -21,6 +21,13 @@ def sources() -> list[Path]:
     return sorted(HERE.glob("*.cpp"))
 
 
+def joined(sources: Sequence[Path]) -> Command:
+    """What a compiler is given, and no other source, so that it compiles ``sources`` as one file: most of its work is
+    for what they include."""
+    *before, last = sources
+    return [*(word for source in before for word in ("-include", source)), last]
+
+
 def command(library: Path, *compiler: str | Path) -> Command:
     """Compiles the simulated driver to ``library`` by ``compiler`` with its options."""
     return [
@@ -32,7 +39,7 @@ def command(library: Path, *compiler: str | Path) -> Command:
         "-ffp-contract=off",
         "-iquote",
         CSRC,
-        *sources(),
+        *joined(sources()),
         "-ldl",
         "-o",
         library,
@@ -43,7 +50,7 @@ def nccl_command(library: Path, *compiler: str | Path, without: Sequence[str] = 
     """Compiles the simulated NCCL; one that is older is ``without`` the functions of exported_*.cpp."""
     left_out = [f"exported_{name}" for name in without]
     sources = [path for path in sorted(NCCL.glob("*.cpp")) if path.stem not in left_out]
-    return [*compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *sources, "-ldl", "-o", library]
+    return [*compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *joined(sources), "-ldl", "-o", library]
 
 
 def built() -> Path:

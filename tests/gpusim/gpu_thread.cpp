@@ -5,13 +5,13 @@
 namespace gpusim {
 namespace {
 
-thread_local hvdlite::kernels::GpuThread current;
+thread_local hvdlite::kernels::GpuThread running;
 thread_local void (*before)() = nullptr;
 
 }  // namespace
 
 void become(unsigned thread, unsigned block, unsigned threads, unsigned blocks) {
-  current = {thread, block, threads, blocks};
+  running = {thread, block, threads, blocks};
 }
 
 void on_access(void (*call)()) { before = call; }
@@ -20,7 +20,7 @@ void on_access(void (*call)()) { before = call; }
 
 namespace hvdlite::kernels {
 
-GpuThread this_thread() { return gpusim::current; }
+GpuThread this_thread() { return gpusim::running; }
 
 void before_access() {
   if (gpusim::before != nullptr) gpusim::before();

@@ -30,7 +30,7 @@ struct MulticastTeam::Shared {
 
 namespace {
 
-const char* const kName = "gpusim-multicast";
+const char* const kTeamName = "gpusim-multicast";
 
 // What a process has bound is gone when it ends, in order or not.
 void unbind_at_exit(std::atomic<int>* state, int after) {
@@ -46,7 +46,7 @@ void unbind_at_exit(std::atomic<int>* state, int after) {
 }  // namespace
 
 std::shared_ptr<MulticastTeam> MulticastTeam::create(unsigned devices, std::size_t nbytes) {
-  const int fd = memfd_create(kName, MFD_CLOEXEC);
+  const int fd = memfd_create(kTeamName, MFD_CLOEXEC);
   if (fd < 0) return nullptr;
   if (ftruncate(fd, sizeof(Shared)) != 0) return close(fd), nullptr;
   auto team = opened(fd);
@@ -62,7 +62,7 @@ std::shared_ptr<MulticastTeam> MulticastTeam::opened(int fd) {
   char target[64] = {};
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
   if (readlink(link.c_str(), target, sizeof target - 1) <= 0) return nullptr;
-  if (std::string(target).find(std::string("/memfd:") + kName + " ") != 0) return nullptr;
+  if (std::string(target).find(std::string("/memfd:") + kTeamName + " ") != 0) return nullptr;
   void* page = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (page == MAP_FAILED) return nullptr;
   return std::shared_ptr<MulticastTeam>(new MulticastTeam(fcntl(fd, F_DUPFD_CLOEXEC, 0), static_cast<Shared*>(page)));

@@ -22,13 +22,13 @@ namespace cuda = hvdlite::cuda;
 namespace {
 
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-const char* const kName = "gpusim-device-";  // and its number, by which other processes know the file
+const char* const kDeviceName = "gpusim-device-";  // and its number, by which other processes know the file
 
 bool is_whole(std::size_t nbytes) { return nbytes != 0 && nbytes % VirtualMemory::kGranularity == 0; }
 
 // A file whose bytes are 0xff; -1: there is no more memory.
 int new_file(int physical, std::size_t nbytes) {
-  const int fd = memfd_create((kName + std::to_string(physical)).c_str(), MFD_CLOEXEC);
+  const int fd = memfd_create((kDeviceName + std::to_string(physical)).c_str(), MFD_CLOEXEC);
   if (fd < 0) return -1;
   void* all = MAP_FAILED;
   if (ftruncate(fd, static_cast<off_t>(nbytes)) == 0) {

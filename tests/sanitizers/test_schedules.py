@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from compiler import COMPILER, CSRC, of_gpus, run
-from gpusim.build import built
+from gpusim.build import built, joined
 
 SEEDS = range(50)
 Schedule = Callable[[str, int], "CompletedProcess[str]"]
@@ -21,7 +21,7 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
     program = tmp_path_factory.mktemp("schedules") / "program"
     sources = [*of_gpus("cuda_driver"), Path(__file__).with_name("device_schedules.cpp")]
     flags = ["-std=c++17", "-O1", "-pthread", "-iquote", CSRC]
-    result = run(*COMPILER, *flags, *sources, "-ldl", "-o", program)
+    result = run(*COMPILER, *flags, *joined(sources), "-ldl", "-o", program)
     assert result.returncode == 0, result.stdout
     # Patience enough for a busy machine: where no thread waits for another, the schedule is then that of the seed.
     return lambda case, seed: run(

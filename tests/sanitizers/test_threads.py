@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from compiler import COMPILER, THREAD_FLAGS, Run, of_gpus, of_ranks, run, runtimes, thread_driver
+from gpusim.build import joined
 
 HERE = Path(__file__).parent
 
@@ -21,14 +22,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     runtimes("thread", directory, fixed_addresses)
     driver = thread_driver(tmp_path_factory)
     of_devices = of_gpus("cuda_driver", "device_copies", "device_stream")
-    cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared")]
+    cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared", "ranks")]
     chosen = {
         "ranks_as_threads": ([*of_ranks(), *cases], []),
-        "device_as_threads": (of_devices, [driver]),
-        "device_schedules": (of_devices, [driver]),
+        "device_as_threads": (joined([*of_devices, HERE / "device_as_threads.cpp"]), [driver]),
+        "device_schedules": (joined([*of_devices, HERE / "device_schedules.cpp"]), [driver]),
     }
     for name, (parts, _) in chosen.items():
-        result = run(*COMPILER, *THREAD_FLAGS, *parts, HERE / f"{name}.cpp", "-ldl", "-o", directory / name)
+        result = run(*COMPILER, *THREAD_FLAGS, *parts, "-ldl", "-o", directory / name)
         assert result.returncode == 0, result.stdout
 
     def program(name: str) -> Run:
