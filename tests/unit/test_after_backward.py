@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +124,8 @@ def test_what_does_not_take_processors_is_not_put_off(lane: LaneAfterBackward) -
 
 
 @pytest.mark.parametrize("way", ["wait", "future", "then", "another thread"])
-def test_whoever_waits_earlier_gets_it(lane: LaneAfterBackward, way: str) -> None:
+def test_whoever_waits_earlier_gets_it(lane: LaneAfterBackward, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(after_backward, "_MOST_S", math.inf)
     calls = Calls(lane)
     waited: list[dict[int, int]] = []
 
@@ -148,6 +150,7 @@ def test_whoever_waits_earlier_gets_it(lane: LaneAfterBackward, way: str) -> Non
 
 def test_one_that_looks_again_and_again_gets_it(lane: LaneAfterBackward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(after_backward, "_MOST_S", 0.1)
+    monkeypatch.setattr(after_backward, "_LEAST_SHARE", 0.0)
     calls = Calls(lane)
 
     def look(_: torch.Tensor) -> None:
