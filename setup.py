@@ -65,8 +65,10 @@ def joined(sources: list[str], path: Path) -> list[str]:
     """``sources``, with those that include pybind11 as one file: most of what the compiler does for each of them is for
     pybind11's own functions. With the sanitizers they take 160 s of a processor one by one, and 67 s together."""
     with_pybind11 = [source for source in sources if Path(source).parent.name in ("bindings", "calls")]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f'#include "{Path(source).resolve()}"\n' for source in with_pybind11))
+    text = "".join(f'#include "{Path(source).resolve()}"\n' for source in with_pybind11)
+    if not path.exists() or path.read_text() != text:  # what is newer than the extension has it compiled again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     return [str(path), *(source for source in sources if source not in with_pybind11)]
 
 

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,6 @@ def make(extras: Sequence[str]) -> Path:
     """
     with _locked():
         _make_venv(VENV)
-        _install_torch()
         if _install_hvdlite(extras):
             _compile_for_start()
     return _python(VENV)
@@ -168,6 +168,7 @@ def _install_hvdlite(extras: Sequence[str]) -> bool:
         done = {}
     native, everything = _hash(["csrc", "setup.py", "pyproject.toml"]), _hash(SOURCES)
     if done.get("sources") == everything and set(extras) <= set(done["extras"]):
+        _install_torch()  # it may have been removed
         return False
     _check_compiler()
     # Built in a copy: a build leaves files behind, and would take up those that earlier builds left in the tree. The
@@ -178,10 +179,35 @@ def _install_hvdlite(extras: Sequence[str]) -> bool:
     _copy_sources(copy)
     stamp.unlink(missing_ok=True)
     extras = sorted({*extras, *done.get("extras", [])})
+    with ThreadPoolExecutor(1) as at_once:  # what the compiler does, beside what pip unpacks
+        compiled = at_once.submit(_compile, copy)
+        _install_torch()
+        needed = _requirements(copy, extras)
+        if needed:
+            _pip(VENV, "what hvdlite needs", *needed)
+        compiled.result()
     requirement = f"hvdlite[{','.join(extras)}] @ file://{quote(str(copy))}"
     _pip(VENV, f"hvdlite from this tree, with {', '.join(extras)}", requirement)
     stamp.write_text(json.dumps({"sources": everything, "native": native, "extras": extras}))
     return True
+
+
+def _compile(copy: Path) -> None:
+    """So that to install ``copy`` has nothing to compile."""
+    with tempfile.TemporaryDirectory() as directory:
+        pip = [str(_python(VENV)), "-m", "pip", "--disable-pip-version-check", "wheel", "--no-input", "--no-deps"]
+        _step("compiling hvdlite", *pip, "--quiet", "--wheel-dir", directory, str(copy))
+
+
+def _requirements(copy: Path, extras: Sequence[str]) -> list[str]:
+    """Of hvdlite with its ``extras``; none where this Python, 3.10, cannot read them: then they come with hvdlite."""
+    if importlib.util.find_spec("tomllib") is None:
+        return []
+    import tomllib
+
+    project = tomllib.loads((copy / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *(requirement for extra in extras for requirement in optional[extra])]
 
 
 def _compile_for_start() -> None:

@@ -55,7 +55,9 @@ def embed(file: Path, nvcc: str | None) -> None:
         f'extern const char {name}[];\nconst char {name}[] = R"hvdlite({text})hvdlite";\n'
         for name, text in texts.items()
     )
-    file.write_text(f"namespace hvdlite {{\n{chars}}}  // namespace hvdlite\n")
+    text = f"namespace hvdlite {{\n{chars}}}  // namespace hvdlite\n"
+    if not file.exists() or file.read_text() != text:  # what is newer than the extension has it compiled again
+        file.write_text(text)
 
 
 if __name__ == "__main__":

