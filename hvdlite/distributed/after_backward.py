@@ -10,7 +10,6 @@ import torch
 
 from hvdlite.distributed.lane import Lane, Task
 from hvdlite.distributed.steps import BackwardWaits, at_the_end_of_backward
-from hvdlite.node import Node
 
 _LEAST_SHARE = 1 / 16  # of a processor, that a thread has which computes among many
 _MOST_S = 2.0  # to be put off: what seems to compute for longer may be looking, again and again, for a result
@@ -29,13 +28,15 @@ class LaneAfterBackward(Lane):
     thread does what there is.
 
     Args:
-        node: of the ranks of the group, all of which it has.
+        ranks: of the group, all on one node.
+        cores: of the node.
         waits: told of the wait at the end.
     """
 
-    def __init__(self, name: str, node: Node, waits: BackwardWaits) -> None:
+    def __init__(self, name: str, ranks: int, cores: int, waits: BackwardWaits) -> None:
         super().__init__(name)
-        self._node = node
+        self._ranks = ranks
+        self._cores = cores
         self._waits = waits
         self._backward = -1  # torch's number of the one in which calls were put off last
         self._thread_of_backward = _Thread()
@@ -55,8 +56,8 @@ class LaneAfterBackward(Lane):
         self.put_off(task, self._may_wait)
 
     def _is_better_late(self) -> bool:
-        threads = self._node.local_size * torch.get_num_threads()
-        return threads >= self._node.cores and self._blocked < _MOST_BLOCKED
+        threads = self._ranks * torch.get_num_threads()
+        return threads >= self._cores and self._blocked < _MOST_BLOCKED
 
     def _end_backward(self) -> None:
         if self.has_tasks:

@@ -69,7 +69,7 @@ class Membership:
         self.lane: Lane
         self._carrier: Carrier
         if len(world.topology.nodes) == 1:
-            self.lane = LaneAfterBackward(thread, world.node, self._backward_waits)
+            self.lane = LaneAfterBackward(thread, self.size, world.node.cores, self._backward_waits)
             self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         else:
             self.lane = Lane(thread)

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +21,7 @@ Hook = Callable[[torch.Tensor], object]
 
 
 def lane_of(*, cores: int = 1, recorder: Recorder | None = None) -> LaneAfterBackward:
-    node = cast("Any", SimpleNamespace(local_size=1, cores=cores))
-    return LaneAfterBackward("test", node, BackwardWaits(recorder or Recorder(0)))
+    return LaneAfterBackward("test", 1, cores, BackwardWaits(recorder or Recorder(0)))
 
 
 @pytest.fixture(autouse=True)
