@@ -90,6 +90,16 @@ def refuse(*_: object) -> None:
     raise RuntimeError("the driver says no")
 
 
+def go_by_the_host(world: MPI.Intracomm, gpu: Gpu) -> None:
+    """Tensors on GPUs are reduced, in memory of the host."""
+    with running(world) as runtime:
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
+        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
+        assert runtime.group.device_memory is None
+    agree(world, problem)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody else is there")
 def test_where_a_rank_gets_no_stream_all_go_by_the_host(
     world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -99,12 +109,7 @@ def test_where_a_rank_gets_no_stream_all_go_by_the_host(
     monkeypatch.setattr("hvdlite.nccl_library.load", refuse)
     if RANK == LAST:
         monkeypatch.setattr(_native, "DeviceStream", refuse)
-    with running(world) as runtime, caplog.at_level(logging.WARNING, "hvdlite"):
-        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
-        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
-        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
-        assert runtime.group.device_memory is None
-    agree(world, problem)
+    go_by_the_host(world, gpu)
     said = [text for text in caplog.messages if "pass through memory of the host" in text]
     assert len(said) == (RANK == 0)
     assert all(f"rank {LAST}: the driver says no" in text for text in said)
@@ -120,12 +125,7 @@ def test_gpus_without_shared_memory_that_nccl_does_not_connect_go_by_the_host(
     nccl_lab.simulated()
     monkeypatch.setattr(device_engine, "_shared_memory", not_at_first(device_engine._shared_memory))
     monkeypatch.setattr(NcclBackend, "_meet", meet)
-    with running(world) as runtime, caplog.at_level(logging.WARNING, "hvdlite"):
-        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
-        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
-        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
-        assert runtime.group.device_memory is None
-    agree(world, problem)
+    go_by_the_host(world, gpu)
     said = [text for text in caplog.messages if "GPUs go without NCCL: no way" in text or "pass through memory" in text]
     assert len(said) == 2 * (RANK == 0)
 
