@@ -6,10 +6,12 @@ import fcntl
 import hashlib
 import os
 import runpy
+import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,16 +39,22 @@ def build(directory: Path, compiler: Sequence[str], unwatched: Iterable[Path], *
     return program
 
 
-def build_unwatched(directory: Path, compiler: Sequence[str]) -> list[Path]:
-    """Who compares the kernels and schedules them: objects for any number of programs."""
-    image = directory / "kernel_image.cpp"
-    runpy.run_path(str(CSRC / "cuda" / "embed.py"))["embed"](image, None)
-    return compiled(directory, [*compiler, "-O1"], [*COMPARED, *SCHEDULER, image])
+def build_unwatched(compiler: Sequence[str]) -> list[Path]:
+    """Who compares the kernels and schedules them: objects for any number of programs, made once like `built`."""
+    with _kept(compiler) as directory:
+        image, done = directory / "kernel_image.cpp", directory / "done"
+        sources = [*COMPARED, *SCHEDULER, image]
+        if done.exists():
+            return [_object(directory, source) for source in sources]
+        runpy.run_path(str(CSRC / "cuda" / "embed.py"))["embed"](image, None)
+        objects = compiled(directory, [*compiler, "-O1"], sources)
+        done.touch()
+        return objects
 
 
 def compiled(directory: Path, compiler: Sequence[str], sources: Sequence[Path]) -> list[Path]:
     def compile_one(source: Path) -> Path:
-        output = directory / f"{source.stem}.o"
+        output = _object(directory, source)
         run([*compiler, *OPTIONS, "-c", source, "-o", output])
         return output
 
@@ -60,12 +68,26 @@ def run(command: Sequence[str | Path]) -> None:
 
 
 def built() -> Path:
-    """The program without sanitizers, built once per version of its sources and user."""
+    """The program without sanitizers, built once per version of its sources, compiler and user."""
+    compiler = ["c++"]
+    unwatched = build_unwatched(compiler)
+    with _kept(compiler) as directory:
+        program = directory / "kernels"
+        return program if program.exists() else build(directory, compiler, unwatched)
+
+
+def _object(directory: Path, source: Path) -> Path:
+    return directory / f"{source.stem}.o"
+
+
+@contextmanager
+def _kept(compiler: Sequence[str]) -> Iterator[Path]:
+    """A directory for what ``compiler`` makes of these sources, by one process after the other."""
     files = sorted(path for folder in (CSRC, TESTS / "gpusim", TESTS / "kernels") for path in folder.rglob("*.*"))
-    version = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix != ".pyc")).hexdigest()[:16]
+    contents = [path.read_bytes() for path in files if path.suffix != ".pyc"]
+    version = hashlib.sha256(b"".join([shlex.join(compiler).encode(), *contents])).hexdigest()[:16]
     directory = Path(tempfile.gettempdir(), f"hvdlite-kernels-{os.getuid()}-{version}")
     directory.mkdir(exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = directory / "kernels"
-        return program if program.exists() else build(directory, ["c++"], build_unwatched(directory, ["c++"]))
+        yield directory

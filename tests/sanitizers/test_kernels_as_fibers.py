@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from compiler import COMPILER, Run, run, runtimes
 from kernels.build import build, build_unwatched
 
 SANITIZERS = ["thread", "address,undefined,float-cast-overflow"]
-
-
-@pytest.fixture(scope="module")
-def unwatched(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return build_unwatched(tmp_path_factory.mktemp("unwatched"), COMPILER)
 
 
 @pytest.fixture(scope="module", params=SANITIZERS, ids=["thread", "address"])
@@ -24,7 +17,7 @@ def program(
     """What is run with a case and a seed, and names all cases without."""
     directory = tmp_path_factory.mktemp("kernels")
     runtimes(request.param, directory, fixed_addresses)
-    unwatched = request.getfixturevalue("unwatched")  # not before it is known that there is a compiler
+    unwatched = build_unwatched(COMPILER)
     built = build(directory, COMPILER, unwatched, f"-fsanitize={request.param}", "-fno-sanitize-recover=all")
     return lambda *case: run(*fixed_addresses, built, *case, TSAN_OPTIONS="halt_on_error=1")
 
