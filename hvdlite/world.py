@@ -219,9 +219,9 @@ class World:
         for part in (*self._companions, *(() if device is None else (device,))):
             try:
                 part.close()
+            except HorovodInternalError:
+                raise
             except RuntimeError as error:
-                if isinstance(error, HorovodInternalError):
-                    raise
                 rank = self.topology.rank
                 _LOG.error("rank %d: its GPU has failed, and hvdlite leaves behind what it has there: %s", rank, error)
 

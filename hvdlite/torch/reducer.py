@@ -294,10 +294,11 @@ class GradientReducer:
 
     def _reduce(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """``buckets``, reduced; or what is in their place from now on."""
-        left = [bucket for bucket in buckets if bucket.pending is None]
-        if left:
-            submitted = {bucket: self._submit(bucket, background=bucket is not left[-1]) for bucket in left}
-            buckets = [submitted.get(bucket, bucket) for bucket in buckets]
+        last = next((bucket for bucket in reversed(buckets) if bucket.pending is None), None)
+        buckets = [
+            self._submit(bucket, background=bucket is not last) if bucket.pending is None else bucket
+            for bucket in buckets
+        ]
         failure: HorovodInternalError | None = None
         for bucket in buckets:
             try:
