@@ -117,13 +117,16 @@ class Barrier:
     OK: ClassVar[int]
     TIMEOUT: ClassVar[int]
     ABORTED: ClassVar[int]
+    LEFT: ClassVar[int]
 
     def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int) -> None:
         """``address``: of `bytes_needed(size)` bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
     @staticmethod
     def bytes_needed(size: int) -> int: ...
     def wait(self, timeout_s: float) -> int:
-        """Arrive and wait for the others: OK, TIMEOUT or ABORTED. After TIMEOUT or ABORTED it is unusable."""
+        """Arrive and wait for the others: OK, TIMEOUT, ABORTED or LEFT. After the last three it is unusable."""
+    def leave(self) -> None:
+        """This rank comes no more: whoever waits for it, now or later, is told LEFT. By any thread."""
     def late(self) -> list[int]:
         """The ranks that have not arrived at the barrier this rank waited at last."""
     def allreduce(

@@ -74,6 +74,13 @@ class Companion(Protocol):
         """Let them come to an end."""
 
 
+class Meeting(Protocol):
+    """Where user threads of several ranks wait for one another, without the coordinator."""
+
+    def leave(self) -> None:
+        """Let nobody wait for this rank, now or later."""
+
+
 class World:
     """The ranks of ``topology``, of which this process is one. Collective to build, and to close in order.
 
@@ -123,6 +130,7 @@ class World:
         # What subsets that are no more have counted, and those that are; replaced as a whole, as several threads look.
         self._counted: tuple[Counter[str], tuple[World, ...]] = (Counter(), ())
         self._companions: tuple[Companion, ...] = ()  # replaced as a whole, as several threads look
+        self._meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
         self._own = ExitStack()  # what this rank closes for itself
         self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
         self._own.callback(node.close)
@@ -214,6 +222,15 @@ class World:
         self._companions = (*self._companions, companion)
         self.check()
 
+    def expect_at(self, meeting: Meeting) -> None:
+        """From here on ``meeting`` hears when this rank ends the world in order; from a user thread."""
+        self._meetings.add(meeting)
+
+    def reason_of_end(self) -> HorovodInternalError | None:
+        """Why another rank, which has left, ends the world, once this one has heard of it; None if it does not."""
+        self.coordinator.join(self.config.failure_grace_s)
+        return self.coordinator.reason_of_end()
+
     def _close_device(self) -> None:
         device = self.executor.device
         for part in (*self._companions, *(() if device is None else (device,))):
@@ -299,7 +316,10 @@ class World:
             leaver: this process, if it ends.
         """
         if self.health.failure is None:
+            meetings = [meeting for world in (self, *self.subsets.values()) for meeting in world._meetings]
             self._announce_end(text, own_text, is_final=is_final, leaver=leaver)
+            for meeting in meetings:
+                meeting.leave()
         says_at_s = time.monotonic() + self.config.stall_report_s
         while not self.coordinator.join(_LOOK_S):
             if self.health.failure is not None and not self.coordinator.join(self.config.failure_grace_s):

@@ -173,6 +173,7 @@ void register_signal(py::module_& m) {
   barrier.attr("TIMEOUT") = static_cast<int>(WaitStatus::kTimeout);
   barrier.attr("STAGING_WINDOWS") = kStagingWindows;
   barrier.attr("ABORTED") = static_cast<int>(WaitStatus::kAborted);
+  barrier.attr("LEFT") = static_cast<int>(WaitStatus::kLeft);
   barrier
       .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int>(), "address"_a, "rank"_a, "size"_a,
            "abort_address"_a, "spin_us"_a)
@@ -181,6 +182,7 @@ void register_signal(py::module_& m) {
           "wait", [](Barrier& self, double timeout_s) { return static_cast<int>(self.wait(timeout_s)); }, "timeout_s"_a,
           WithoutGil())
       .def("late", &Barrier::late)
+      .def("leave", &Barrier::leave)
       .def(
           "allreduce",
           [](Barrier& self, const Addresses& copies, std::uint64_t numel, int dtype, int op, double prescale,

@@ -140,6 +140,7 @@ std::uint32_t Doorbell::end_assistance(std::uint32_t heard) {
 struct Barrier::Shared {
   alignas(kCacheLine) Word generation;  // counts openings; everybody spins and sleeps on it
   Word sleepers;
+  Word left;  // not zero once a rank has left
   alignas(kCacheLine) Word arrived;
   struct Epoch {
     alignas(kCacheLine) Word value;
@@ -199,6 +200,11 @@ WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_poi
       status = WaitStatus::kAborted;
       break;
     }
+    // Who left had seen the opening that it waited for, and released that: it is looked for again.
+    if (shared_->left.load(std::memory_order_acquire) != 0) {
+      status = opened() ? WaitStatus::kOk : WaitStatus::kLeft;
+      break;
+    }
     if (now >= until) {
       status = WaitStatus::kTimeout;
       break;
@@ -217,6 +223,12 @@ std::vector<int> Barrier::late() const {
     if (static_cast<std::int32_t>(theirs - mine) < 0) ranks.push_back(static_cast<int>(rank));  // epochs may wrap
   }
   return ranks;
+}
+
+// Who has looked at `left` just before sleeps no longer than `kAbortLook`.
+void Barrier::leave() {
+  shared_->left.store(1, std::memory_order_release);
+  futex_wake_all(shared_->generation);
 }
 
 WaitStatus Barrier::allreduce(const std::vector<std::uintptr_t>& copies, std::uint64_t numel, DType dtype, Op op,

@@ -123,7 +123,7 @@ void Doorbell::assist_until(Condition happened, Clock::time_point until, NextLoo
   assistants_asleep.fetch_sub(1, std::memory_order_relaxed);
 }
 
-enum class WaitStatus : int { kOk = 0, kTimeout = 1, kAborted = 2 };
+enum class WaitStatus : int { kOk = 0, kTimeout = 1, kAborted = 2, kLeft = 3 };
 
 // A central barrier: arrivals are counted, the last one opens it. Each rank also keeps its own epoch in a cache
 // line of its own, which the others read only to say who is late.
@@ -138,6 +138,8 @@ class Barrier {
 
   WaitStatus wait(double timeout_s);
   std::vector<int> late() const;
+  // This rank comes no more, so that no later wait can end in order; by any of its threads.
+  void leave();
   WaitStatus allreduce(const std::vector<std::uintptr_t>& copies, std::uint64_t numel, DType dtype, Op op,
                        double prescale, double postscale, double timeout_s);
 

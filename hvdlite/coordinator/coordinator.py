@@ -259,6 +259,9 @@ class Coordinator:
             self._queue.append(Notice(content))
         self._page.ring_self()
 
+    def reason_of_end(self) -> HorovodInternalError | None:
+        return self._in_flight.closed
+
     def close(self, error: HorovodInternalError) -> None:
         """See `InFlight.close`."""
         self.at_once.shortcut.close()

@@ -6,7 +6,7 @@ import torch
 
 from hvdlite import _native
 from hvdlite.collectives.select import spin_us
-from hvdlite.errors import CollectiveError
+from hvdlite.errors import CollectiveError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.memory.layout import align_up
 from hvdlite.operations.allocate import allocate
@@ -42,6 +42,11 @@ class SharedMeeting(Meeting):
         spin = spin_us(world.config, world.node)
         self._limit_s = world.config.ub_timeout_s
         self._barrier = _native.Barrier(self._page.data_ptr(), self.rank, self.size, world.node.abort_address, spin)
+        world.expect_at(self)
+
+    def leave(self) -> None:
+        """For the world: this rank comes to no other exchange."""
+        self._barrier.leave()
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
         recorder = self.group.recorder
@@ -74,4 +79,6 @@ class SharedMeeting(Meeting):
                 )
             )
         world.check()
+        if status == _native.Barrier.LEFT:
+            raise world.reason_of_end() or ShutDownError(f"{where}: a rank has shut down hvdlite")
         raise CollectiveError(f"{where}: the job was aborted while this rank waited")

@@ -41,6 +41,33 @@ def test_an_exception() -> None:
     check_end(result, "rank 1 raised ValueError: the loss is not a number")
 
 
+def test_a_rank_that_has_shut_down() -> None:
+    script = """
+import torch
+import hvdlite.torch as hvd, hvdlite.tensor_parallel as tp
+
+hvd.init()
+team = tp.Team()
+tp.gather_rows(torch.ones(1, 1), team)
+try:
+    if hvd.rank() == 1:
+        raise ValueError("a bad sample")
+    tp.gather_rows(torch.ones(1, 1), team)
+except hvd.HorovodInternalError as error:
+    say("said:", str(error).splitlines()[0])
+except ValueError:
+    time.sleep(0.2)  # the others wait for it by now
+finally:
+    hvd.shutdown()
+say("ended in order")
+"""
+    result = run(script, n=3, alone=True)
+    assert result.stdout.count("said: rank 1 has shut down hvdlite (it called shutdown()), so this operation") == 2, (
+        str(result)
+    )
+    assert result.stdout.count("ended in order") == 3, str(result)
+
+
 def test_a_rank_that_does_not_come() -> None:
     """Every rank raises the same, the late one as well once it comes."""
     script = """

@@ -147,6 +147,24 @@ def test_abort_ends_waits(world: World, wake: bool) -> None:
     assert world.run(3, _wait_for_abort, wake) == [_native.Barrier.ABORTED] * 3
 
 
+def _wait_for_who_leaves(segment: Segment, rank: int, size: int, last: int) -> tuple[int, list[int]] | None:
+    """All meet once; then rank ``last`` leaves, before or while the others wait."""
+    barrier = barrier_in(segment, rank, size)
+    assert barrier.wait(LONG_S) == barrier.OK
+    if rank == last:
+        barrier.leave()
+        return None
+    return barrier.wait(LONG_S), barrier.late()
+
+
+def test_nobody_waits_for_a_rank_that_has_left(world: World) -> None:
+    for last in range(3):
+        world.segment.memory[:] = 0
+        told = [result for result in world.run(3, _wait_for_who_leaves, last) if result is not None]
+        assert [status for status, _ in told] == [_native.Barrier.LEFT] * 2
+        assert all(last in late for _, late in told)
+
+
 def values_of(rank: int, numel: int) -> np.ndarray:
     return (np.arange(numel) * (rank + 1)) % 7
 
