@@ -58,6 +58,7 @@ class Collectives:
         """
         if root is not None:
             self._expect_rank(root)
+        _expect(len(tensors) > 0, "there are no tensors to reduce; make no call then, on any rank")
         first = tensors[0]
         if first.is_sparse and self._carrier.takes_sparse:
             return in_turn([self._all_reduce_sparse(tensor, op) for tensor in tensors])

@@ -367,6 +367,12 @@ def test_a_root_is_a_rank_of_the_group(group: dist.ProcessGroup, root: int) -> N
     dist.all_gather(several, one)
 
 
+def test_a_reduction_of_no_tensors_is_refused_and_the_group_goes_on(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="there are no tensors to reduce"):
+        dist.all_reduce_coalesced([])
+    dist.barrier()
+
+
 def test_a_message_to_nobody_is_refused_and_the_group_goes_on(group: dist.ProcessGroup) -> None:
     one = torch.ones(3)
     for call in (
