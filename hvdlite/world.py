@@ -74,7 +74,7 @@ class Companion(Protocol):
         """Let them come to an end."""
 
 
-class Meeting(Protocol):
+class Leavable(Protocol):
     """Where user threads of several ranks wait for one another, without the coordinator."""
 
     def leave(self) -> None:
@@ -130,7 +130,7 @@ class World:
         # What subsets that are no more have counted, and those that are; replaced as a whole, as several threads look.
         self._counted: tuple[Counter[str], tuple[World, ...]] = (Counter(), ())
         self._companions: tuple[Companion, ...] = ()  # replaced as a whole, as several threads look
-        self._meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+        self._meetings: weakref.WeakSet[Leavable] = weakref.WeakSet()
         self._own = ExitStack()  # what this rank closes for itself
         self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
         self._own.callback(node.close)
@@ -222,14 +222,14 @@ class World:
         self._companions = (*self._companions, companion)
         self.check()
 
-    def expect_at(self, meeting: Meeting) -> None:
+    def expect_at(self, meeting: Leavable) -> None:
         """From here on ``meeting`` hears when this rank ends the world in order; from a user thread."""
         self._meetings.add(meeting)
 
-    def reason_of_end(self) -> HorovodInternalError | None:
-        """Why another rank, which has left, ends the world, once this one has heard of it; None if it does not."""
+    def hear_of_end(self) -> None:
+        """Raises why another rank, which has left, ends the world; returns if this one does not hear of that."""
         self.coordinator.join(self.config.failure_grace_s)
-        return self.coordinator.reason_of_end()
+        self.coordinator.check_open()
 
     def _close_device(self) -> None:
         device = self.executor.device

@@ -101,6 +101,7 @@ class Coordinator:
         self._execution = Execution(owner, self._in_flight, self._progress, self._station.all_are_back)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
+        self.check_open = self._in_flight.check_open
         self.refuse_handler = partial(self._worker.refuse_handler, self._in_flight.is_kept)
         self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
         self.at_once = AtOnce(
@@ -258,9 +259,6 @@ class Coordinator:
             self.at_once.shortcut.close()
             self._queue.append(Notice(content))
         self._page.ring_self()
-
-    def reason_of_end(self) -> HorovodInternalError | None:
-        return self._in_flight.closed
 
     def close(self, error: HorovodInternalError) -> None:
         """See `InFlight.close`."""

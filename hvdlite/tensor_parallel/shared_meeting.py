@@ -80,5 +80,6 @@ class SharedMeeting(Meeting):
             )
         world.check()
         if status == _native.Barrier.LEFT:
-            raise world.reason_of_end() or ShutDownError(f"{where}: a rank has shut down hvdlite")
+            world.hear_of_end()
+            raise ShutDownError(f"{where}: a rank has shut down hvdlite")
         raise CollectiveError(f"{where}: the job was aborted while this rank waited")
