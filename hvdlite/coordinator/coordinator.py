@@ -156,6 +156,7 @@ class Coordinator:
             self._progress.submissions += 1
             if background:
                 self.ring_once()
+        self._pace.rest()
 
     def settle_started(self) -> None:
         """What was started comes before all that is submitted from here on, which may be of its name."""
@@ -210,6 +211,7 @@ class Coordinator:
             if not has_begun:
                 with self._in_flight.lock:
                     self.ring_once()
+        self._pace.rest()
 
     @property
     def position(self) -> int:

@@ -40,10 +40,14 @@ class Pace:
         self._last_ns = 0
 
     def step(self, now_ns: int) -> float:
-        """Something is submitted: seconds since the submission before, infinite if anybody has waited meanwhile."""
+        """Something is being submitted: seconds since `rest`, infinite if anybody has waited meanwhile."""
         pause_s = math.inf if self.has_waited.is_set else (now_ns - self._last_ns) * 1e-9
         self.has_waited.is_set, self._last_ns = False, now_ns
         return pause_s
+
+    def rest(self) -> None:
+        """The program goes on: what submitting takes, while a plan is not known, is no pause of its own."""
+        self._last_ns = time.monotonic_ns()
 
 
 class Future:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -44,6 +46,29 @@ def test_nobody_begins_what_other_nodes_have_not_been_told(leader: int, claims: 
     assert began == [rank < leader for rank in range(len(lab.ranks))]
     tree.is_full = False
     lab.settle(submissions)
+
+
+def test_what_submitting_takes_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slow machine would divide for good what a program submits together."""
+    now_ns = 10**9
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+
+    def ring() -> None:
+        nonlocal now_ns
+        now_ns += 10**6
+
+    lab = Lab([(0, 1)], 0)
+    rank = lab.ranks[0]
+    rank._pace.__class__ = Pace
+    monkeypatch.setattr(lab.pages[0], "ring_self", ring)
+    pauses_s = []
+    for name in "abc":
+        made = submission(name)
+        rank._has_rung = False  # as if the thread were quick
+        rank.submit(made)
+        pauses_s.append(made.pause_s)
+        now_ns += 5000
+    assert pauses_s == [math.inf, pytest.approx(5e-6), pytest.approx(5e-6)]
 
 
 @pytest.mark.parametrize("nodes", [[(0,), (1,)], [(0, 1)], [(0,), (1,), (2,)]])
