@@ -226,11 +226,15 @@ class AtOnce:
         if self._worker.is_own_thread_at_work:
             return
         until_s = time.monotonic() + _SOON_S
-        while self.shortcut.untold or self.shortcut.unsettled is not None:
+        while self._has_to_settle:
             self._worker.attempt(self.settle_or_end)
-            if time.monotonic() >= until_s:
+            if not self._has_to_settle or time.monotonic() >= until_s:
                 return
             time.sleep(_NAP_S)
+
+    @property
+    def _has_to_settle(self) -> bool:
+        return self.shortcut.untold > 0 or self.shortcut.unsettled is not None
 
     def _await_settled(self) -> None:
         """Somebody waits for what was started, and somebody else is at work, or was: that it be settled."""

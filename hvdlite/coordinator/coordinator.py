@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.awaited import Awaited
-from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.burst import BURST_S, Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execution import Execution
@@ -80,6 +80,7 @@ class Coordinator:
         self._in_flight = InFlight(lambda: own.at_once.begun)
         self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
+        self._lazy_s = -1e9
         self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
         self._batch: list[Response] = []
@@ -149,13 +150,17 @@ class Coordinator:
             self.at_once.shortcut.close()
             self.collector.interrupt()
             submission.assist, submission.pace = self._worker.assist, self._pace
-            submission.pause_s = self._pace.step(submission.submitted_ns)
+            submission.pause_s = self._pace.step(submission.submitted_ns, submission.request)
             in_flight.admit(submission)
             self._queue.append(submission)  # no interrupt comes in between
             self._pace.last_label = submission.label
             self._progress.submissions += 1
             if background:
-                self.ring_once()
+                if self._plan.free is not None and self._pace.is_followed_soon(submission.request):
+                    self._lazy_s = self._clock()
+                    self.look_within(BURST_S)
+                else:
+                    self.ring_once()
         self._pace.rest()
 
     def settle_started(self) -> None:
@@ -339,6 +344,9 @@ class Coordinator:
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
         patience_s = min(self._station.patience_s, self.collector.patience_s())
+        left_s = self._lazy_s + BURST_S - self._clock()
+        if left_s > 0:
+            patience_s = min(patience_s, left_s)
         if self._owner.is_under_way:
             patience_s = min(patience_s, _WATCH_S)
         if self._plan.plan is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite import naps
 from hvdlite._native import Flag
 from hvdlite.coordinator.messages import Claim
+from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import OnDevice, TensorView
@@ -27,10 +28,14 @@ def label_of(request: Request, sequence: int) -> str:
     return request.name if sequence == NAMED else f"{request.name}.{sequence}"
 
 
+SOON_S = 100e-6
+_OFTEN = 3
+
+
 class Pace:
     """How one rank submits: what it waits for between two submissions, and how long it takes."""
 
-    __slots__ = ("_last_ns", "has_waited", "last_label")
+    __slots__ = ("_followed_soon", "_last", "_last_ns", "has_waited", "last_label")
 
     def __init__(self) -> None:
         self.last_label = ""
@@ -38,12 +43,31 @@ class Pace:
         self.has_waited = Flag(True)
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
         self._last_ns = 0
+        self._last: Request | None = None  # that was submitted, and nothing has followed yet
+        self._followed_soon: Remembered[int] = Remembered()  # how often in a row, by requests
 
-    def step(self, now_ns: int) -> float:
-        """Something is being submitted: seconds since `rest`, infinite if anybody has waited meanwhile."""
+    def step(self, now_ns: int, request: Request | None = None) -> float:
+        """``request`` is being submitted: seconds since `rest`, infinite if anybody has waited meanwhile."""
         pause_s = math.inf if self.has_waited.is_set else (now_ns - self._last_ns) * 1e-9
-        self.has_waited.is_set, self._last_ns = False, now_ns
+        if self._last is not None:
+            self._note_what_follows(now_ns)
+        self.has_waited.is_set, self._last_ns, self._last = False, now_ns, request
         return pause_s
+
+    def ask(self) -> None:
+        """Somebody waits for what was submitted, or asks for it."""
+        self.has_waited.is_set = True
+        if self._last is not None:
+            self._note_what_follows(time.monotonic_ns())
+
+    def _note_what_follows(self, now_ns: int) -> None:
+        request, self._last = self._last, None
+        is_soon = (now_ns - self._last_ns) * 1e-9 < SOON_S
+        self._followed_soon.remember(request, self._followed_soon.get(request, 0) + 1 if is_soon else 0)
+
+    def is_followed_soon(self, request: Request) -> bool:
+        """Whether there was no pause after ``request`` of late: something else was submitted, or somebody waited."""
+        return self._followed_soon.get(request, 0) >= _OFTEN
 
     def rest(self) -> None:
         """The program goes on: what submitting takes, while a plan is not known, is no pause of its own."""
@@ -76,7 +100,7 @@ class Future:
     def ask(self) -> None:
         """Somebody waits for it, or may not go on without."""
         if self.pace is not None:
-            self.pace.has_waited.is_set = True
+            self.pace.ask()
 
     def _sleep(self) -> None:
         """Until it is complete."""

@@ -73,6 +73,10 @@ def reduced_at_once(
     group, address = preparing_group(process_set), usual_address(tensor, name, op)
     if group is None or is_custom(compression):  # which may be no key of a dictionary
         return None
+    if compression is Compression.none and group.world.coordinator.collector.is_open:  # for what may come next
+        handle = _begun_in_burst(group, tensor, name, op, prescale, postscale, process_set, in_place)
+        if handle is not None:
+            return handle.synchronize()
     if address is None:
         return _reduced_on_device(tensor, name, op, prescale, postscale, process_set, compression, in_place, group)
     home = group.memory.find(address, tensor.nbytes) if in_place else None

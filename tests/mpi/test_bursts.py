@@ -119,6 +119,34 @@ def test_equal_operations_without_names_are_done_together(count: int) -> None:
         step(own[:fewer])
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_who_waits_at_once_may_be_the_last_of_a_burst(in_place: bool, is_named: bool) -> None:
+    begin = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+    await_one = hvd.allreduce_ if in_place else hvd.allreduce
+
+    def step(turn: int) -> None:
+        own = [torch.full((256 + i,), float(WORLD.rank + i + turn % 5)) for i in range(3)]
+        names = [f"ended {in_place} {i}" if is_named else None for i in range(3)]
+        handles = [begin(own[i], op=hvd.Sum, name=names[i]) for i in range(2)]
+        last = await_one(own[2], op=hvd.Sum, name=names[2])
+        for i, result in enumerate([*map(hvd.synchronize, handles), last]):
+            assert (result is own[i]) == in_place
+            assert torch.equal(result, torch.full((256 + i,), sum(range(WORLD.size)) + WORLD.size * (i + turn % 5.0)))
+
+    def cycles_of_some_steps() -> int:
+        hvd.barrier()
+        before = hvdlite.statistics()["cycles"]
+        for turn in range(20):
+            step(turn)
+        return hvdlite.statistics()["cycles"] - before
+
+    for _ in range(20):  # who is slow on a busy machine divides it
+        if max(hvd.allgather_object(cycles_of_some_steps())) <= 10:
+            return
+    raise AssertionError("operations were not done together")
+
+
 def test_more_than_one_burst_may_be_under_way() -> None:
     program = Program(count=300)
     for _ in range(TURNS):
