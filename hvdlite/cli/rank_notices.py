@@ -14,6 +14,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from hvdlite.cli.starting import Starting
 from hvdlite.config import NOTICES
@@ -21,6 +22,9 @@ from hvdlite.links.wire import CREDENTIALS
 from hvdlite.liveness.notice import END_S, NAME, RANK, Notice
 from hvdlite.processes import has_ended
 from hvdlite.start.start_watch import StartWatch
+
+_MOST_AT_A_LOOK = 10_000
+"""Datagrams; more than a queue holds (net.unix.max_dgram_qlen). Others can send them as fast as they are read."""
 
 
 @dataclass
@@ -107,8 +111,7 @@ class RankNotices:
         self._socket.close()
 
     def _hear(self) -> None:
-        while (found := self._next()) is not None:
-            said, process, user = found
+        for said, process, user in islice(iter(self._next, None), _MOST_AT_A_LOOK):
             if user != os.geteuid():
                 continue
             notice = said[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import hvdlite.cli.rank_notices
 import hvdlite.cli.starting
 from hvdlite.cli.rank_notices import RankNotices
 from hvdlite.config import Config
+from hvdlite.links.wire import CREDENTIALS
 from hvdlite.liveness.health import Health
 from hvdlite.liveness.notice import Notice, say
 
@@ -114,6 +116,28 @@ def test_another_user_is_not_heard(notices: RankNotices, clock: Clock) -> None:
     assert not notices.are_late
     clock.now_s += PATIENCE_S + 0.1
     assert not notices.are_late
+    Rank(os.geteuid()).end()
+    assert not notices.are_late
+    clock.now_s += PATIENCE_S + 0.1
+    assert notices.are_late
+
+
+def test_others_who_say_something_all_the_time_hold_nobody_up(
+    notices: RankNotices, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Datagrams of another user follow one another as fast as they are read; each look ends nevertheless."""
+    stranger = [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, CREDENTIALS.pack(1, os.geteuid() + 1, 0))]
+    heard: list[int] = []
+
+    def flood(data_bytes: int, ancillary_bytes: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+        heard.append(data_bytes)
+        assert len(heard) < 100_000, "whoever looks reads for ever"
+        return bytes([Notice.ENDS]), stranger, 0, None
+
+    with monkeypatch.context() as context:
+        context.setattr(notices, "_socket", SimpleNamespace(recvmsg=flood))
+        assert not notices.are_late
+        assert not notices.lost
     Rank(os.geteuid()).end()
     assert not notices.are_late
     clock.now_s += PATIENCE_S + 0.1
