@@ -123,6 +123,8 @@ class RankNotices:
             elif notice == Notice.ENDS:
                 if self.failed is None and len(said) > RANK.size:
                     (self.failed,) = RANK.unpack_from(said, 1)
+                if process == 0:  # it is outside of this PID namespace, so nobody here can see whether it has ended
+                    continue
                 self._drop(process)
                 self._ending[process] = _Ending(time.monotonic() + self._patience_s, _pidfd(process))
 

@@ -18,12 +18,12 @@ from hvdlite.cli.rank_notices import RankNotices
 from hvdlite.config import Config
 from hvdlite.links.wire import CREDENTIALS
 from hvdlite.liveness.health import Health
-from hvdlite.liveness.notice import Notice, say
+from hvdlite.liveness.notice import RANK, Notice, say
 
 PATIENCE_S = 4.0
 SAY = """
 import os, sys
-from hvdlite.liveness.notice import Notice, say
+from hvdlite.liveness.notice import RANK, Notice, say
 os.setuid(int(sys.argv[1]))
 for notice in sys.argv[2:]:
     say(Notice[notice])
@@ -142,6 +142,22 @@ def test_others_who_say_something_all_the_time_hold_nobody_up(
     assert not notices.are_late
     clock.now_s += PATIENCE_S + 0.1
     assert notices.are_late
+
+
+def test_a_rank_whose_process_cannot_be_seen_from_here(notices: RankNotices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hvdliterun is in a container, and the rank is not: the kernel calls its process 0."""
+    unseen = [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, CREDENTIALS.pack(0, os.geteuid(), 0))]
+    said = [bytes([Notice.ENDS]) + RANK.pack(1)]
+
+    def once(data_bytes: int, ancillary_bytes: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+        if not said:
+            raise BlockingIOError
+        return said.pop(), unseen, 0, None
+
+    with monkeypatch.context() as context:
+        context.setattr(notices, "_socket", SimpleNamespace(recvmsg=once))
+        assert not notices.are_late
+        assert notices.failed == 1
 
 
 def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
