@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hvdlite import environment, tracebacks
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
+from hvdlite.links.dial import first_that_proves_itself, listed
 from hvdlite.links.proof import Secret, new_key, prove
 from hvdlite.links.reception import PATIENCE_S, Reception, listen_at
 from hvdlite.links.wire import connect_unix, is_ours, read_exactly
@@ -36,7 +38,7 @@ _DIGEST_BYTES = 32
 _CALLER, _HOST = b"caller", b"host"  # who has sent a message
 _RANK = struct.Struct("<I")
 _OUTCOME = struct.Struct("<?")  # whether the function returned; what it returned or raised follows
-_CONNECT_S = 10.0
+_CONNECT_S = 20.0  # with the proof
 _BACKLOG = 1024
 _LAST_WORDS_S = 5.0  # how long what is on its way may take after the job has ended
 
@@ -247,30 +249,26 @@ def _pack_failure(error: BaseException) -> bytes:
 
 
 def _connect(where: str, key: bytes, rank: int) -> tuple[socket.socket, _Messages]:
-    """A connection to the calling process, whichever of its addresses it proves itself at."""
+    """A connection to the calling process, at whichever of its addresses it proves itself first."""
+    claim = _RANK.pack(rank)
     if where.startswith("@"):
         link = connect_unix(where[1:], PATIENCE_S)
-        if not is_ours(link):
+        try:
+            if not is_ours(link):
+                raise StartupError("hvdlite.run: another user listens where the calling process should")
+            session = prove(_secret(key), link, claim)
+        except BaseException:
             link.close()
-            raise StartupError("hvdlite.run: another user listens where the calling process should")
-        return _proven(link, key, rank)
-    places = [place.partition("/") for place in where.split(",")]
-    for port, _, address in places:
-        with contextlib.suppress(OSError):
-            return _proven(socket.create_connection((address, int(port)), timeout=_CONNECT_S), key, rank)
-    raise StartupError(
-        f"hvdlite.run: the calling process cannot be reached from {socket.gethostname()} at "
-        f"{', '.join(f'{address} port {port}' for port, _, address in places)}; HVDLITE_NETWORK_INTERFACES chooses "
-        "among its addresses"
-    )
-
-
-def _proven(link: socket.socket, key: bytes, rank: int) -> tuple[socket.socket, _Messages]:
-    link.settimeout(PATIENCE_S)
-    try:
-        session = prove(_secret(key), link, _RANK.pack(rank))
-    except BaseException:
-        link.close()
-        raise
+            raise
+    else:
+        places = [place.partition("/") for place in where.split(",")]
+        addresses = [(address, int(port)) for port, _, address in places]
+        first = first_that_proves_itself(addresses, _secret(key), claim, time.monotonic() + _CONNECT_S)
+        if first is None:
+            raise StartupError(
+                f"hvdlite.run: the calling process cannot be reached from {socket.gethostname()} at "
+                f"{listed(addresses)}; HVDLITE_NETWORK_INTERFACES chooses among its addresses"
+            )
+        link, session = first
     link.settimeout(None)
     return link, _Messages(link, session, _CALLER)

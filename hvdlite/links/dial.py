@@ -11,11 +11,29 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hvdlite.links.proof import Caller, Secret
-from hvdlite.links.wire import SHORTAGES, is_ours
+from hvdlite.links.wire import SHORTAGE_S, SHORTAGES, is_ours
 
 Address = tuple[str, int]
+
+
+@dataclass
+class _Call:
+    """One that is under way; it has a caller from the moment at which it is connected."""
+
+    address: Address | str
+    caller: Caller | None = None
+    inbox: bytearray = field(default_factory=bytearray)
+
+
+class Proven(NamedTuple):
+    """A connection, nonblocking, and its key."""
+
+    link: socket.socket
+    session: bytes
 
 
 class Dial:
@@ -28,14 +46,15 @@ class Dial:
         claim: see `hvdlite.links.proof`.
 
     Attributes:
-        was_hung_up: a connection has ended before a proof; who listens may have many to hear, or be about to leave.
+        session: a key of the connection that `look` has returned.
 
     Raises:
         OSError: this process cannot have sockets now.
     """
 
     def __init__(self, addresses: Sequence[Address | str], secret: Secret, claim: bytes) -> None:
-        self.was_hung_up = False
+        self.session = b""
+        self._hung_up: list[Address | str] = []
         self._secret = secret
         self._claim = claim
         self._selector = selectors.EpollSelector()
@@ -51,6 +70,17 @@ class Dial:
         """Nobody is left who may answer."""
         return not self._selector.get_map()
 
+    @property
+    def was_hung_up(self) -> bool:
+        """Whether a connection has ended before a proof: who listens may have many to hear, or be about to leave."""
+        return bool(self._hung_up)
+
+    def call_again(self) -> None:
+        """Call those that have hung up once more."""
+        addresses, self._hung_up = self._hung_up, []
+        for address in addresses:
+            self._call(address)
+
     def fileno(self) -> int:
         return self._selector.fileno()
 
@@ -62,10 +92,12 @@ class Dial:
         for key, _ in self._selector.select(most_s):
             link: socket.socket = key.fileobj  # type: ignore[assignment]
             try:
-                if key.data is None:
-                    self._greet(link)
-                elif self._hear(link, *key.data):
+                call: _Call = key.data
+                if call.caller is None:
+                    self._greet(link, call)
+                elif self._hear(link, call.caller, call):
                     self._selector.unregister(link)
+                    self.session = call.caller.session
                     return link
             except OSError:
                 self._drop(link)
@@ -88,32 +120,33 @@ class Dial:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         outcome = link.connect_ex(address)
         if outcome in (0, errno.EINPROGRESS):
-            self._selector.register(link, selectors.EVENT_WRITE)
+            self._selector.register(link, selectors.EVENT_WRITE, _Call(address))
         else:
-            self.was_hung_up = self.was_hung_up or outcome == errno.EAGAIN  # the queue of that unix socket is full
+            if outcome == errno.EAGAIN:  # the queue of that unix socket is full
+                self._hung_up.append(address)
             link.close()
 
-    def _greet(self, link: socket.socket) -> None:
+    def _greet(self, link: socket.socket, call: _Call) -> None:
         link.getpeername()  # raises if the connection was refused
         if link.family == socket.AF_UNIX and not is_ours(link):
             raise ConnectionError("it belongs to another user")
-        caller = Caller(self._secret, link, self._claim)
-        link.send(caller.hello)
-        self._selector.modify(link, selectors.EVENT_READ, (caller, bytearray()))
+        call.caller = Caller(self._secret, link, self._claim)
+        link.send(call.caller.hello)
+        self._selector.modify(link, selectors.EVENT_READ, call)
 
-    def _hear(self, link: socket.socket, caller: Caller, inbox: bytearray) -> bool:
+    def _hear(self, link: socket.socket, caller: Caller, call: _Call) -> bool:
         """Whether both ends are known to one another now."""
         try:
-            data = link.recv(caller.answer_bytes - len(inbox))
+            data = link.recv(caller.answer_bytes - len(call.inbox))
         except ConnectionError:
             data = b""
         if not data:
-            self.was_hung_up = True
+            self._hung_up.append(call.address)
             raise ConnectionError("the other end has closed the connection")
-        inbox += data
-        if len(inbox) < caller.answer_bytes:
+        call.inbox += data
+        if len(call.inbox) < caller.answer_bytes:
             return False
-        link.send(caller.answer(bytes(inbox)))
+        link.send(caller.answer(bytes(call.inbox)))
         return True
 
     def _drop(self, link: socket.socket) -> None:
@@ -123,16 +156,21 @@ class Dial:
 
 def first_that_proves_itself(
     addresses: Sequence[Address | str], secret: Secret, claim: bytes, until_s: float
-) -> socket.socket | None:
-    """The connection, nonblocking; None: nobody has until then, by the monotonic clock.
+) -> Proven | None:
+    """None: nobody has until then, by the monotonic clock. Who hangs up is called again.
 
     Raises:
         OSError: this process cannot have sockets now.
     """
     with closing(Dial(addresses, secret, claim)) as dial:
-        while not dial.is_over and (left_s := until_s - time.monotonic()) > 0:
-            if link := dial.look(left_s):
-                return link
+        while (left_s := until_s - time.monotonic()) > 0:
+            if dial.was_hung_up:
+                time.sleep(SHORTAGE_S)
+                dial.call_again()
+            elif dial.is_over:
+                return None
+            elif link := dial.look(left_s):
+                return Proven(link, dial.session)
     return None
 
 

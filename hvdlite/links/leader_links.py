@@ -152,12 +152,12 @@ def connect(addresses: Sequence[Address], key: bytes, node_index: int, parent: i
     shortage = ""
     while (now := time.monotonic()) < deadline_s:
         try:
-            link = first_that_proves_itself(addresses, _secret(key), claim, min(now + _TRY_S, deadline_s))
+            first = first_that_proves_itself(addresses, _secret(key), claim, min(now + _TRY_S, deadline_s))
             shortage = ""
         except OSError as error:
-            link, shortage = None, f"; this host says: {error}"
-        if link is not None:
-            return link
+            first, shortage = None, f"; this host says: {error}"
+        if first is not None:
+            return first.link
         time.sleep(_RETRY_S)
     raise StartupError(
         f"node {node_index} cannot reach node {parent} at any of its addresses ({listed(addresses)}{shortage}). "

@@ -237,9 +237,9 @@ def _call(where: Sequence[tuple[str, int]], key: bytes, claim: bytes, patience_s
     first = first_that_proves_itself(where, secret, claim, time.monotonic() + PATIENCE_S)
     if first is None:
         raise ConnectionError(f"hvdliterun does not answer at any of its addresses ({listed(where)})")
-    first.settimeout(None)
-    notice_silence(first, patience_s)
-    return first
+    first.link.settimeout(None)
+    notice_silence(first.link, patience_s)
+    return first.link
 
 
 def notice_silence(link: socket.socket, patience_s: float) -> None:

@@ -22,6 +22,7 @@ from hvdlite import cli
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
+from hvdlite.links import proof
 from hvdlite.links.interfaces import Interface
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
 from hvdlite.recovery import safekeeping
@@ -341,6 +342,25 @@ def test_a_host_without_an_answer_is_named() -> None:
         assert keepers.kept == {}
     finally:
         keepers.close()
+
+
+def test_a_keeper_that_is_hung_up_on_calls_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hvdliterun has more strangers to hear than it lets wait, and they come from the keeper's address."""
+    feed, heard = proof.Host.feed, []
+
+    def hang_up(host: proof.Host, data: bytes) -> bytes:
+        heard.append(data)
+        if len(heard) <= 2:
+            raise ConnectionError("one too many")
+        return feed(host, data)
+
+    monkeypatch.setattr(proof.Host, "feed", hang_up)
+    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=False)
+    try:
+        assert keepers.start([Host("a", 1)]) == []
+    finally:
+        keepers.close()
+    assert len(heard) > 2
 
 
 def test_a_host_that_is_named_twice_has_one_keeper(elsewhere: Keepers, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import hvdlite
 from hvdlite import remote_call
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
-from hvdlite.links.proof import Caller
+from hvdlite.links.proof import Caller, Host
 from hvdlite.remote_call import CallServer, pack
 from ipv6 import has_ipv6
 from launching import MARK, processes_with
@@ -281,9 +283,55 @@ def test_it_listens_at_the_addresses_it_tells_and_no_others() -> None:
         CallServer(b"", ["192.0.2.1"])
 
 
+@pytest.fixture
+def silent_address() -> Iterator[tuple[str, int]]:
+    """One that drops what is sent to it, as behind a firewall: nobody takes connections, and the queue is full."""
+    with ExitStack() as links:
+        listener = links.enter_context(socket.create_server(("127.0.0.3", 0), backlog=0))
+        for _ in range(2):
+            link = links.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+def test_an_address_that_drops_packets_costs_nothing(silent_address: tuple[str, int]) -> None:
+    server = CallServer(b"the call", ["127.0.0.1"])
+    address, port = silent_address
+    begun_s = time.monotonic()
+    key, where = bytes.fromhex(server.environment[CALL_KEY]), server.environment[CALL_ADDRESS]
+    link, messages = remote_call._connect(f"{port}/{address},{where}", key, 0)
+    with link:
+        assert messages.receive() == b"the call"
+    assert time.monotonic() - begun_s < 5
+    server.close()
+
+
+def test_who_is_hung_up_on_comes_again(silent_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers have come from the same address, and this rank was the oldest of them; another address is silent."""
+    feed, tries = Host.feed, []
+
+    def hang_up(host: Host, data: bytes) -> bytes:
+        tries.append(data)
+        if len(tries) <= 3:
+            raise ConnectionError("one too many")
+        return feed(host, data)
+
+    monkeypatch.setattr(Host, "feed", hang_up)
+    server = CallServer(b"the call", ["127.0.0.1"])
+    address, port = silent_address
+    begun_s = time.monotonic()
+    key, where = bytes.fromhex(server.environment[CALL_KEY]), server.environment[CALL_ADDRESS]
+    link, messages = remote_call._connect(f"{port}/{address},{where}", key, 0)
+    with link:
+        assert messages.receive() == b"the call"
+    assert time.monotonic() - begun_s < 5
+    server.close()
+
+
 def test_a_caller_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_call, "_CONNECT_S", 0.2)
-    with pytest.raises(StartupError, match="cannot be reached from .* at 192.0.2.1 port 9; HVDLITE_NETWORK"):
+    with pytest.raises(StartupError, match="cannot be reached from .* at 192.0.2.1:9; HVDLITE_NETWORK"):
         remote_call._connect("9/192.0.2.1", bytes(32), 0)
 
 
