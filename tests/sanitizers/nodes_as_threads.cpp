@@ -16,7 +16,7 @@
 #include "messages/early_turns.h"
 #include "node/ready_counts.h"
 
-namespace hvdlite {
+namespace hvdlite::across_nodes {
 namespace {
 
 // Messages on their way, by source and target; and what the functions below return.
@@ -210,7 +210,7 @@ void messages_fail() {
 
 }  // namespace
 
-Cases cases_across_nodes() {
+Cases cases() {
   return {
       {"early allreduce of 2 nodes", [] { early({1, 1}); }},
       {"early allreduce of 4 nodes", [] { early({1, 1, 1, 1}); }},
@@ -220,4 +220,4 @@ Cases cases_across_nodes() {
   };
 }
 
-}  // namespace hvdlite
+}  // namespace hvdlite::across_nodes

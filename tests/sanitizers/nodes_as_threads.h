@@ -3,8 +3,8 @@
 
 #include "as_threads.h"
 
-namespace hvdlite {
+namespace hvdlite::across_nodes {
 
-Cases cases_across_nodes();
+Cases cases();
 
-}  // namespace hvdlite
+}  // namespace hvdlite::across_nodes

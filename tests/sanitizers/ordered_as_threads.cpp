@@ -6,7 +6,7 @@
 
 #include "node/ordered_exchange.h"
 
-namespace hvdlite {
+namespace hvdlite::in_order {
 namespace {
 
 using Result = OrderedExchange::Result;
@@ -219,7 +219,7 @@ void ordered_without_a_rank(bool leaves) {
 
 }  // namespace
 
-Cases cases_in_order() {
+Cases cases() {
   return {
       {"ordered calls of 1", [] { ordered(1, 5); }},
       {"ordered calls asleep", [] { ordered(3, 0); }},
@@ -229,4 +229,4 @@ Cases cases_in_order() {
   };
 }
 
-}  // namespace hvdlite
+}  // namespace hvdlite::in_order

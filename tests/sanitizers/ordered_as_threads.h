@@ -3,8 +3,8 @@
 
 #include "as_threads.h"
 
-namespace hvdlite {
+namespace hvdlite::in_order {
 
-Cases cases_in_order();
+Cases cases();
 
-}  // namespace hvdlite
+}  // namespace hvdlite::in_order

@@ -16,7 +16,7 @@
 #include "prepared/prepared_gather.h"
 #include "prepared/prepared_reduce_scatter.h"
 
-namespace hvdlite {
+namespace hvdlite::of_plans {
 namespace {
 
 using Result = DirectCall::Result;
@@ -306,7 +306,7 @@ void changes(int size, int spin_us) {
 
 }  // namespace
 
-Cases cases_of_plans() {
+Cases cases() {
   return {
       {"changes of 1", [] { changes(1, 5); }},
       {"changes of 2 asleep", [] { changes(2, 0); }},
@@ -321,4 +321,4 @@ Cases cases_of_plans() {
   };
 }
 
-}  // namespace hvdlite
+}  // namespace hvdlite::of_plans

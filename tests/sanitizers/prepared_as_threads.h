@@ -3,8 +3,8 @@
 
 #include "as_threads.h"
 
-namespace hvdlite {
+namespace hvdlite::of_plans {
 
-Cases cases_of_plans();
+Cases cases();
 
-}  // namespace hvdlite
+}  // namespace hvdlite::of_plans

@@ -443,9 +443,9 @@ const Cases kCases{
 
 int main(int argc, char** argv) {
   Cases cases = kCases;
-  cases.merge(cases_across_nodes());
-  cases.merge(cases_in_order());
-  cases.merge(cases_of_plans());
+  cases.merge(across_nodes::cases());
+  cases.merge(in_order::cases());
+  cases.merge(of_plans::cases());
   if (argc == 2) {
     cases.at(argv[1])();
   } else {

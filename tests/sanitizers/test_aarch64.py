@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler import CSRC, Run, of_ranks, run
+from compiler import CSRC, Run, ranks_as_threads, run
 
 CROSS = "aarch64-linux-gnu-g++"
 QEMU = "qemu-aarch64-static"
@@ -35,9 +35,9 @@ def program(tmp_path_factory: pytest.TempPathFactory, cross: str) -> Run:
     qemu = shutil.which(QEMU)
     if qemu is None:
         pytest.skip(f"no {QEMU} ({NEEDED})")
-    binary = tmp_path_factory.mktemp("aarch64") / "ranks_as_threads"
-    cases = [Path(__file__).with_name(f"{name}_as_threads.cpp") for name in ("ranks", "nodes", "ordered", "prepared")]
-    result = run(cross, *FLAGS, *CALLED, "-static", *of_ranks(), *cases, "-o", binary)
+    directory = tmp_path_factory.mktemp("aarch64")
+    binary = directory / "ranks_as_threads"
+    result = run(cross, *FLAGS, *CALLED, "-static", *ranks_as_threads(directory), "-o", binary)
     assert result.returncode == 0, result.stdout
     return lambda *case: run(qemu, binary, *case)
 

@@ -5,14 +5,10 @@ ThreadSanitizer would see little in a Python that was not built for it, whose GI
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from compiler import COMPILER, THREAD_FLAGS, Run, of_gpus, of_ranks, run, runtimes, thread_driver
+from compiler import COMPILER, HERE, THREAD_FLAGS, Run, of_gpus, ranks_as_threads, run, runtimes, thread_driver
 from gpusim.build import joined
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +18,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     runtimes("thread", directory, fixed_addresses)
     driver = thread_driver(tmp_path_factory)
     of_devices = of_gpus("cuda_driver", "device_copies", "device_stream")
-    cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared", "ranks")]
     chosen = {
-        "ranks_as_threads": ([*of_ranks(), *cases], []),
+        "ranks_as_threads": (ranks_as_threads(directory), []),
         "device_as_threads": (joined([*of_devices, HERE / "device_as_threads.cpp"]), [driver]),
         "device_schedules": (joined([*of_devices, HERE / "device_schedules.cpp"]), [driver]),
     }
