@@ -122,7 +122,7 @@ class Burst(Future):
         """Whether `wait` would return, or raise, at once."""
         if self.is_open:
             self._take_apart()
-        self.ask()
+        self.ask(waits=False)
         if self.complete is not None and not self.is_done:
             self.complete(self, False)
         if self._apart:

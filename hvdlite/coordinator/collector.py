@@ -66,7 +66,7 @@ class Collector:
         self._pace = pace
         self._recipient = recipient
         self._clock = clock
-        self._since_s = -math.inf  # of what was opened last
+        self._since_s = -math.inf  # of what was opened last, or put off
         self._known: Mapping[int, KnownBurst] = {}
         self._signatures: Remembered[Signature] = Remembered()  # by the requests that they make
         self._open: Burst | None = None
@@ -187,6 +187,10 @@ class Collector:
                     burst.signatures.learn(number, signature)
         self.native.follow([(burst, burst.signatures) for burst in known.values()])
         self.take_apart()
+
+    def expect_more(self) -> None:
+        """Something has come, and more does so soon."""
+        self._since_s = self._clock()
 
     def patience_s(self) -> float:
         """When to `look` again. Where a burst has just come more may, so that the thread need not be rung for each."""

@@ -78,9 +78,8 @@ class Coordinator:
         self._clock = clock
         own = weakref.proxy(self)
         self._in_flight = InFlight(lambda: own.at_once.begun)
-        self._pace = Pace()
+        self._pace = Pace(lambda: own.wake())
         self._queue: deque[Submission | Burst | Notice] = deque()
-        self._lazy_s = -1e9
         self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
         self._batch: list[Response] = []
@@ -156,12 +155,20 @@ class Coordinator:
             self._pace.last_label = submission.label
             self._progress.submissions += 1
             if background:
-                if self._plan.free is not None and self._pace.is_followed_soon(submission.request):
-                    self._lazy_s = self._clock()
-                    self.look_within(BURST_S)
-                else:
-                    self.ring_once()
+                self._see_to(submission.request)
         self._pace.rest()
+
+    def _see_to(self, request: Request) -> None:
+        """``request`` was queued, with the lock of what is in flight: the thread does it, now or in `BURST_S` at most.
+
+        To wake it takes longer than a small operation, and is for nothing where the caller goes on to wait.
+        """
+        self._pace.is_put_off = self._plan.free is not None and self._pace.is_followed_soon(request)
+        if self._pace.is_put_off:
+            self.collector.expect_more()
+            self.look_within(BURST_S)
+        else:
+            self.ring_once()
 
     def settle_started(self) -> None:
         """What was started comes before all that is submitted from here on, which may be of its name."""
@@ -344,9 +351,6 @@ class Coordinator:
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
         patience_s = min(self._station.patience_s, self.collector.patience_s())
-        left_s = self._lazy_s + BURST_S - self._clock()
-        if left_s > 0:
-            patience_s = min(patience_s, left_s)
         if self._owner.is_under_way:
             patience_s = min(patience_s, _WATCH_S)
         if self._plan.plan is not None:

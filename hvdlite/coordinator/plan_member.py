@@ -42,10 +42,9 @@ from hvdlite.coordinator.burst import BURST_S, Burst
 from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
 from hvdlite.coordinator.messages import REMEMBERED_PLANS, TOO_SHORT, PlanMessage, Response, Verb
 from hvdlite.coordinator.request import NAMED, Key, Request
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import PAUSE_S, Submission
 
 _GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan is there
-_PAUSE_S = 100e-6  # between two submissions, in which others may well want the first
 _MANY = 64  # periods without a wait, after which it is worth to look for a longer plan
 _PERIODS = 3  # of which are remembered where this rank has paused
 
@@ -245,7 +244,7 @@ class PlanMember:
             at = len(recent) - period + place
             request = recent[at][0]
             pauses = [pause_s for other, _, pause_s in recent[at::-period][:_PERIODS] if other == request]
-            if math.inf in pauses or shortest_s > _PAUSE_S:
+            if math.inf in pauses or shortest_s > PAUSE_S:
                 places.append(place)
         return tuple(places)
 

@@ -28,50 +28,63 @@ def label_of(request: Request, sequence: int) -> str:
     return request.name if sequence == NAMED else f"{request.name}.{sequence}"
 
 
-SOON_S = 100e-6
-_OFTEN = 3
+PAUSE_S = 100e-6
+"""What a program does between two calls is a pause if it takes longer, in which others may well want the first."""
+_OFTEN = 3  # times in a row
 
 
 class Pace:
-    """How one rank submits: what it waits for between two submissions, and how long it takes."""
+    """How one rank submits: what it waits for between two submissions, and how long it takes.
 
-    __slots__ = ("_followed_soon", "_last", "_last_ns", "has_waited", "last_label")
+    Args:
+        wake: the coordinator thread.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_followed_soon", "_last", "_last_ns", "_wake", "has_waited", "is_put_off", "last_label")
+
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
         self.last_label = ""
         """Of what was submitted last, for people; empty before that."""
         self.has_waited = Flag(True)
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
+        self.is_put_off = False
+        """Whether nobody was woken for what was submitted last, as `is_followed_soon`."""
+        self._wake = wake
         self._last_ns = 0
-        self._last: Request | None = None  # that was submitted, and nothing has followed yet
+        self._last: Request | None = None  # that was submitted, while nothing has followed
         self._followed_soon: Remembered[int] = Remembered()  # how often in a row, by requests
 
     def step(self, now_ns: int, request: Request | None = None) -> float:
         """``request`` is being submitted: seconds since `rest`, infinite if anybody has waited meanwhile."""
         pause_s = math.inf if self.has_waited.is_set else (now_ns - self._last_ns) * 1e-9
-        if self._last is not None:
-            self._note_what_follows(now_ns)
+        self._follow(now_ns)
         self.has_waited.is_set, self._last_ns, self._last = False, now_ns, request
         return pause_s
-
-    def ask(self) -> None:
-        """Somebody waits for what was submitted, or asks for it."""
-        self.has_waited.is_set = True
-        if self._last is not None:
-            self._note_what_follows(time.monotonic_ns())
-
-    def _note_what_follows(self, now_ns: int) -> None:
-        request, self._last = self._last, None
-        is_soon = (now_ns - self._last_ns) * 1e-9 < SOON_S
-        self._followed_soon.remember(request, self._followed_soon.get(request, 0) + 1 if is_soon else 0)
-
-    def is_followed_soon(self, request: Request) -> bool:
-        """Whether there was no pause after ``request`` of late: something else was submitted, or somebody waited."""
-        return self._followed_soon.get(request, 0) >= _OFTEN
 
     def rest(self) -> None:
         """The program goes on: what submitting takes, while a plan is not known, is no pause of its own."""
         self._last_ns = time.monotonic_ns()
+
+    def ask(self, *, waits: bool) -> None:
+        """Somebody asks for what was submitted, and ``waits``, doing the work, or comes again."""
+        self.has_waited.is_set = True
+        if self._last is not None:
+            self._follow(time.monotonic_ns() if waits else None)
+        if self.is_put_off:
+            self.is_put_off = False
+            if not waits:
+                self._wake()
+
+    def _follow(self, now_ns: int | None) -> None:
+        request, self._last = self._last, None
+        if request is not None:
+            is_soon = now_ns is not None and (now_ns - self._last_ns) * 1e-9 <= PAUSE_S
+            self._followed_soon.remember(request, self._followed_soon.get(request, 0) + 1 if is_soon else 0)
+
+    def is_followed_soon(self, request: Request) -> bool:
+        """Whether there was no pause after ``request`` of late, until something else was submitted or somebody waited:
+        who submits it does so again, and sees to it then."""
+        return self._followed_soon.get(request, 0) >= _OFTEN
 
 
 class Future:
@@ -97,10 +110,10 @@ class Future:
         self._was_polled = False
         self._error: BaseException | None = None
 
-    def ask(self) -> None:
+    def ask(self, *, waits: bool = True) -> None:
         """Somebody waits for it, or may not go on without."""
         if self.pace is not None:
-            self.pace.ask()
+            self.pace.ask(waits=waits and not self.is_done)
 
     def _sleep(self) -> None:
         """Until it is complete."""
@@ -193,7 +206,7 @@ class Submission(Future):
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         self.is_awaited = True
-        self.ask()
+        self.ask(waits=False)
         if not self.is_done:
             self._give_way()
         return self.is_done

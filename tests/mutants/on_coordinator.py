@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}plan_member.py",
-        "if math.inf in pauses or shortest_s > _PAUSE_S:",
-        "if shortest_s > _PAUSE_S:",
+        "if math.inf in pauses or shortest_s > PAUSE_S:",
+        "if shortest_s > PAUSE_S:",
         _PLANS,
     ),
     Mutant(

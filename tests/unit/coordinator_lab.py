@@ -349,9 +349,9 @@ class Prompt(Pace):
 
     __slots__ = ()
 
-    def step(self, now_ns: int) -> float:
+    def step(self, now_ns: int, request: Request | None = None) -> float:
         """See `Pace`."""
-        return super().step(self._last_ns)
+        return super().step(self._last_ns, request)
 
 
 class Lab:

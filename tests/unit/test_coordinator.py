@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from coordinator_lab import Lab, submission
-from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.in_flight import InFlight
@@ -69,6 +69,29 @@ def test_what_submitting_takes_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         pauses_s.append(made.pause_s)
         now_ns += 5000
     assert pauses_s == [math.inf, pytest.approx(5e-6), pytest.approx(5e-6)]
+
+
+def test_nobody_is_woken_for_what_is_always_waited_for_soon() -> None:
+    """Unless it is not, this time: whoever polls does none of the work."""
+    lab = Lab([(0, 1)], 0)
+    Job(lab).freeze([("A", 4), ("|", 0)])
+    page, rank = lab.pages[0], lab.ranks[0]
+    rank._worker._looks_at_s = 0.0  # as if the thread had something to look for
+    rings = []
+    for turn in range(6):
+        both = [submission("A", kind="broadcast") for _ in lab.ranks]
+        page.hear()
+        rank.submit(both[0])
+        rings.append(page.is_rung)
+        assert page.is_rung or rank.patience_s() <= BURST_S
+        if turn == 5:
+            both[0].poll()
+            assert page.is_rung
+        else:
+            both[0].ask()
+        lab.ranks[1].submit(both[1])
+        lab.settle(both)
+    assert rings == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("nodes", [[(0,), (1,)], [(0, 1)], [(0,), (1,), (2,)]])

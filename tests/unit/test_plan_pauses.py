@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from math import inf
 
 import pytest
@@ -12,7 +14,7 @@ from hvdlite.coordinator.order_watch import Found, OrderWatch
 from hvdlite.coordinator.plan_leader import PlanLeader
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.request import NAMED
-from hvdlite.coordinator.submission import Pace
+from hvdlite.coordinator.submission import Pace, Submission
 
 
 @pytest.mark.parametrize(
@@ -183,3 +185,42 @@ def test_what_comes_after_a_pause() -> None:
     made.poll()
     assert pace.step(10**9 + 4000) == inf
     assert pace.step(2 * 10**9 + 4000) == pytest.approx(1.0)
+
+
+def test_what_is_followed_soon() -> None:
+    pace, request, now_ns = Pace(), submission("a").request, 0
+
+    def submit_and(ask: Callable[[Submission], object] | None, after_us: int) -> bool:
+        nonlocal now_ns
+        now_ns += 10**9
+        made = submission("a")
+        made.pace = pace
+        pace.step(now_ns, request)
+        now_ns += after_us * 1000
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "monotonic_ns", lambda: now_ns)
+            if ask is None:
+                pace.step(now_ns)
+            else:
+                ask(made)
+        return pace.is_followed_soon(request)
+
+    assert [submit_and(Submission.ask, 100) for _ in range(4)] == [False, False, True, True]
+    assert [submit_and(Submission.ask, 101), *(submit_and(None, 50) for _ in range(3))] == [False, False, False, True]
+    assert [submit_and(Submission.poll, 50), *(submit_and(None, 50) for _ in range(3))] == [False, False, False, True]
+    assert not submit_and(lambda made: (made.succeed(), made.ask()), 50)  # who does no work then
+
+
+@pytest.mark.parametrize(("ask", "wakes"), [("poll", 1), ("wait", 0), ("wait for another", 1)])
+def test_what_was_put_off_is_woken_for_by_who_does_not_do_it(ask: str, wakes: int) -> None:
+    woken: list[int] = []
+    pace = Pace(lambda: woken.append(1))
+    pace.step(10**9, submission("a").request)
+    pace.is_put_off = True
+    made = submission("a" if ask != "wait for another" else "b")
+    made.pace, made.assist = pace, lambda future: made.succeed()
+    if ask == "wait for another":
+        made.succeed()
+    for _ in range(2):
+        made.poll() if ask == "poll" else made.wait()
+    assert len(woken) == wakes
