@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any
 
 from hvdlite.coordinator.at_once import AtOnce
+from hvdlite.coordinator.attention import Attention
 from hvdlite.coordinator.awaited import Awaited
-from hvdlite.coordinator.burst import BURST_S, Burst
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execution import Execution
@@ -80,7 +81,6 @@ class Coordinator:
         self._in_flight = InFlight(lambda: own.at_once.begun)
         self._pace = Pace(lambda: own.wake())
         self._queue: deque[Submission | Burst | Notice] = deque()
-        self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
@@ -117,6 +117,8 @@ class Coordinator:
             lambda: own._owner.check(),
             clock,
         )
+        self._attention = Attention(self._worker, self.at_once.shortcut, self._plan, self._pace, self.collector)
+        self.look_within = self._attention.call_within
         self._small_bursts = SmallBursts(
             self._worker,
             self._plan,
@@ -155,20 +157,8 @@ class Coordinator:
             self._pace.last_label = submission.label
             self._progress.submissions += 1
             if background:
-                self._see_to(submission.request)
+                self._attention.call_for(submission.request)
         self._pace.rest()
-
-    def _see_to(self, request: Request) -> None:
-        """``request`` was queued, with the lock of what is in flight: the thread does it, now or in `BURST_S` at most.
-
-        To wake it takes longer than a small operation, and is for nothing where the caller goes on to wait.
-        """
-        self._pace.is_put_off = self._plan.free is not None and self._pace.is_followed_soon(request)
-        if self._pace.is_put_off:
-            self.collector.expect_more()
-            self.look_within(BURST_S)
-        else:
-            self.ring_once()
 
     def settle_started(self) -> None:
         """What was started comes before all that is submitted from here on, which may be of its name."""
@@ -212,7 +202,7 @@ class Coordinator:
         self.collector.handed_over()
         self._queue.extend(made)  # no interrupt comes in between
         if background:
-            self.ring_once()
+            self._attention.call()
 
     def begin(self, burst: Burst) -> None:
         """Begin a burst that was taken over: on this thread if it is of few bytes, and comes next."""
@@ -222,7 +212,7 @@ class Coordinator:
         finally:
             if not has_begun:
                 with self._in_flight.lock:
-                    self.ring_once()
+                    self._attention.call()
         self._pace.rest()
 
     @property
@@ -238,20 +228,6 @@ class Coordinator:
         if isinstance(last, Burst):
             return last.known.end % len(plan)
         return plan.place_after(last.request) if isinstance(last, Submission) else -1
-
-    def ring_once(self) -> None:
-        """There is something new: wake the thread, unless it has yet to follow a ring; with the lock of what is in
-        flight."""
-        self.at_once.shortcut.close()
-        if not self._has_rung:
-            self._has_rung = True
-            self._page.ring_self()
-
-    def look_within(self, seconds: float) -> None:
-        """There is something to be looked at by then; with the lock of what is in flight."""
-        self.at_once.shortcut.close()
-        if not self._worker.looks_within(seconds):
-            self.ring_once()
 
     def has_in_flight(self, prefix: str) -> bool:
         """Whether an operation is in flight whose name begins with ``prefix``."""
@@ -367,7 +343,7 @@ class Coordinator:
         self._progress.cycles += 1
         if self._owner.recorder.mark_cycles:
             self._owner.recorder.mark(Lane.CYCLE, "CYCLE_START")
-        self._has_rung = False
+        self._attention.turn()
         self.collector.look()
         if self._owner.is_under_way:
             self._owner.watch()

@@ -18,7 +18,7 @@ MUTANTS = [
         "_unfinished\n",
         "unit/test_worker.py",
     ),
-    Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
+    Mutant(f"{_COORDINATOR}coordinator.py", "        self._attention.turn()\n", "", "2 mpi/test_runtime.py"),
     Mutant(
         f"{_COORDINATOR}in_flight.py",
         "for key in list(self._futures) if key not in self._executing]",

@@ -64,7 +64,7 @@ def test_what_submitting_takes_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
     pauses_s = []
     for name in "abc":
         made = submission(name)
-        rank._has_rung = False  # as if the thread were quick
+        rank._attention.turn()  # as if the thread were quick
         rank.submit(made)
         pauses_s.append(made.pause_s)
         now_ns += 5000
