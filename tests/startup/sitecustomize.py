@@ -1,11 +1,13 @@
 """What every Python of the suites that start many does first: look seldom for garbage, and not at all at the end; and
-import torch's compiler, its distributions, and what it knows of operations on no data, only where somebody asks for
-them; and know at once which module a frame is of.
+import torch's compiler, what it knows of operations on no data, and parts that few programs use, only where somebody
+asks for them; and know at once which module a frame is of.
 
 A rank needs 3 s of a processor to import torch, to make an optimizer and to end: 1.3 for the compiler, which the
 first step of an optimizer imports to be left alone by it, 0.4 for results on the device "meta", 0.1 for graphs that are
-exported and for distributions, 0.6 for looks through all that was made, and 0.05 for the module of a frame, for which
-Python looks at the files of all modules. The suite mpi has torch as it is, and ends as programs of users do.
+exported and for distributions, 0.1 for quantization, masks and the old pipes of data, 0.6 for looks through all that
+was made, and 0.05 for the module of a frame, for which Python looks at the files of all modules. To torch's
+DistributedDataParallel, which asks the compiler for one setting, it is 1.5. The suite mpi has torch as it is, and ends
+as programs of users do.
 """
 
 import atexit
@@ -21,7 +23,20 @@ atexit.register(gc.freeze)  # the first that is registered is the last that is c
 
 COMPILER = "torch._dynamo"
 ON_META = "torch._meta_registrations"
-APART = ("torch.export", "torch.distributions")
+APART = (
+    "torch.export",
+    "torch.distributions",
+    "torch.masked",
+    "torch.nn.intrinsic",
+    "torch.nn.qat",
+    "torch.nn.quantizable",
+    "torch.nn.quantized",
+    "torch.quantization",
+    "torch.utils.data.datapipes.dataframe",
+    "torch.utils.data.datapipes.iter",
+    "torch.utils.data.datapipes.map",
+    "torch.utils.data.graph_settings",
+)
 WITH_ON_META = ("torch._decomp", "torch._prims", "torch._refs")
 
 
@@ -40,11 +55,22 @@ class Later(ModuleType):
 class CompilerLater(Later):
     """`COMPILER`, as it is to who does not compile."""
 
+    def __init__(self, name):
+        super().__init__(name)
+        self.utils = CompilerUtilsLater(f"{name}.utils")
+
     def graph_break(self, msg=""):
         pass
 
     def disable(self, fn=None, recursive=True, **_):
         return fn
+
+
+class CompilerUtilsLater(Later):
+    """Its part that torch's DistributedDataParallel asks: of a setting, which to change is to import them all."""
+
+    def get_optimize_ddp_mode(self):
+        return "ddp_optimizer"
 
 
 class Finder:
