@@ -103,7 +103,7 @@ MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (2,), "intelmpi": (2,)}
 ALL_RANKS = (1, 2, 3, 4)
 USUAL_MPIS = ("openmpi", "mpich")
-LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
+LEFT_OUT = {1: ["not_with_one_rank"], 3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
 """By the number of ranks, the marks of tests that find nothing there."""
 # Tests of the mpi suite that are run without MPI as well: who takes part, and every operation once.
 WITHOUT_MPI = (

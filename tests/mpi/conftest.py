@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", f"time_limit(seconds): longest that the test may take, {TIME_LIMIT_S:g} s by default"
     )
     config.addinivalue_line("markers", "any_mpi: of what lies above MPI, so that one MPI is as good as another")
+    config.addinivalue_line("markers", "not_with_one_rank: one finds nothing there that two do not; left out with one")
     config.addinivalue_line(
         "markers", "up_to_three_ranks: four find nothing there that three do not; left out with four"
     )

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.not_with_three_ranks,
     pytest.mark.usefixtures("running"),
 ]
+alone_is_torch = pytest.mark.not_with_one_rank  # an optimizer of one rank leaves gradients to torch
 
 
 @pytest.fixture(params=[0, 1])
@@ -79,6 +80,7 @@ def assert_close(device: torch.nn.Module, host: torch.nn.Module, tolerance: floa
         assert difference <= tolerance, (name, difference)
 
 
+@alone_is_torch
 def test_a_model_that_moves_between_steps(gpu: TorchOnGpu) -> None:
     """To a GPU, back, and there again."""
     model = small_model()
@@ -94,6 +96,7 @@ def test_a_model_that_moves_between_steps(gpu: TorchOnGpu) -> None:
     assert_close(model, alone)
 
 
+@alone_is_torch
 @pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-4), ("bf16", 2e-2)])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_is_that_of_one_process(gpu: TorchOnGpu, passes: int, compression: str, tolerance: float) -> None:
@@ -224,6 +227,7 @@ class _OnStream(torch.autograd.Function):
         return torch.full(shape, value, device="cuda"), None, None, None
 
 
+@alone_is_torch
 @pytest.mark.parametrize("numels", [(3, 50), (20_000, 30_000)], ids=["small", "large"])
 @pytest.mark.parametrize("buckets", [1, 2])
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.thorough), 2])

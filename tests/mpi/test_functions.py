@@ -137,6 +137,7 @@ def stepped(name: str, seed: int, steps: int, wrapped: bool = False) -> tuple[to
     return model, optimizer
 
 
+@pytest.mark.not_with_three_ranks
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("resumed_everywhere", [False, True])
 def test_broadcast_optimizer_state(name: str, resumed_everywhere: bool) -> None:

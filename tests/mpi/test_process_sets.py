@@ -288,6 +288,7 @@ def test_shutdown_and_start_again(layout: tuple[int, ...]) -> None:
     hvd.init(process_sets="dynamic")
 
 
+@pytest.mark.not_with_three_ranks
 def test_nothing_is_left_of_removed_sets() -> None:
     def count() -> tuple[int, int]:
         gc.collect()
@@ -308,6 +309,7 @@ def test_nothing_is_left_of_removed_sets() -> None:
     assert hvdlite.runtime().size == hvd.size()
 
 
+@pytest.mark.not_with_three_ranks
 def test_removed_sets_keep_no_descriptor_until_garbage_is_collected() -> None:
     def add_and_remove() -> None:
         made = hvd.add_process_set([0, 1] if hvd.size() > 2 else [0])

@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.usefixtures("running"),
 ]
 
+alone_is_torch = pytest.mark.not_with_one_rank  # an optimizer of one rank leaves gradients to torch
+
 STEPS = 4
 BATCH = 3  # per rank
 
@@ -111,6 +113,7 @@ def test_without_any() -> None:
     compare(net())
 
 
+@alone_is_torch
 @pytest.mark.time_limit(180)  # most of it imports the compiler, which a busy machine does slowly
 def test_compile() -> None:
     """The optimizer has the parameters of the plain model; one process trains it as it is."""
@@ -136,6 +139,7 @@ def test_compile_with_synchronized_batch_normalization() -> None:
     torch.testing.assert_close(own.grad, whole.grad.unflatten(0, x.shape[:2])[hvd.rank()], rtol=1e-10, atol=1e-10)
 
 
+@alone_is_torch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's optimizers import
 def test_compile_the_step() -> None:
     """Gradients are reduced between two graphs, and nothing of that is traced."""
@@ -226,6 +230,7 @@ def test_another_default_device() -> None:
     assert torch.equal(received, splits)
 
 
+@alone_is_torch
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant: bool) -> None:
     model = net(Checkpointed)
@@ -233,6 +238,7 @@ def test_checkpoint(use_reentrant: bool) -> None:
     compare(model)
 
 
+@alone_is_torch
 def test_channels_last() -> None:
     model = net().to(memory_format=torch.channels_last)
     compare(model, adapt=lambda x: x.contiguous(memory_format=torch.channels_last))
@@ -241,6 +247,7 @@ def test_channels_last() -> None:
     assert model.conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@alone_is_torch
 def test_autocast() -> None:
     """Activations are bf16, weights and their gradients fp32: sums over other batches differ in bf16's last digits."""
 
