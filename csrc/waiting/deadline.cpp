@@ -23,6 +23,8 @@ constexpr std::uint32_t kArmed = 0;
 constexpr std::uint32_t kCancelled = 1;
 constexpr std::uint32_t kFired = 2;
 
+constexpr std::chrono::milliseconds kLook{500};  // longest sleep
+
 // Writes what stderr takes; a pipe that nobody reads must not keep the process alive.
 void write_to_stderr(const std::string& text) {
   constexpr std::size_t kNeverBlocks = 512;  // POSIX's least PIPE_BUF
@@ -78,7 +80,6 @@ void Deadline::cancel() {
 
 // Returns with the end of a process, after which the message is about that and the time runs, or once cancelled.
 void Deadline::await_end() {
-  constexpr std::chrono::milliseconds kLook{500};
   while (state_.load() == kArmed) {
     for (const auto& [end, name] : after_) {
       pollfd has_ended{end, POLLIN, 0};
@@ -91,12 +92,19 @@ void Deadline::await_end() {
   }
 }
 
+// For a moment, or until cancelled. Time in which this process did not run, as perhaps no other one did, does not
+// count.
+void Deadline::sleep() {
+  const Clock::time_point until = std::min(until_, Clock::now() + kLook);
+  futex_wait(state_, kArmed, until);
+  const Clock::duration stopped = Clock::now() - until;
+  if (stopped > kLook) until_ += stopped;
+}
+
 void* Deadline::watch(void* self) {
   auto& deadline = *static_cast<Deadline*>(self);
   if (!deadline.after_.empty()) deadline.await_end();
-  while (deadline.state_.load() == kArmed && Clock::now() < deadline.until_) {
-    futex_wait(deadline.state_, kArmed, deadline.until_);
-  }
+  while (deadline.state_.load() == kArmed && Clock::now() < deadline.until_) deadline.sleep();
   std::uint32_t expected = kArmed;
   if (deadline.state_.compare_exchange_strong(expected, kFired)) {
     write_to_stderr(deadline.message_);

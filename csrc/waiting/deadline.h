@@ -14,7 +14,7 @@ namespace hvdlite {
 
 // A thread of its own that needs no GIL. Unless cancelled within `seconds` it writes `message` to stderr, runs the
 // program `explain`, if any, for a few seconds, and calls _exit(exit_code). Destroying it cancels it. In a forked
-// child, which has no such thread, it does nothing.
+// child, which has no such thread, it does nothing. Time in which the process is stopped does not count.
 class Deadline {
  public:
   // Where `after` names processes by their pidfds, which stay open meanwhile, the time begins with the end of the first
@@ -30,6 +30,7 @@ class Deadline {
  private:
   static void* watch(void* self);
   void await_end();
+  void sleep();
 
   // Exchanged, so that either who cancels or the thread has its way, and nothing is read because of it: what the thread
   // needs was written before it began. The kernel compares before it sleeps, so no wake-up is missed.

@@ -68,6 +68,28 @@ def test_a_rank_that_was_stopped_accuses_nobody_else(victim: int, mpi: str) -> N
     assert "rank" not in accused.replace(f"rank {victim}", ""), result
 
 
+# Rank 0 is stopped for longer than a start may take, while it waits for rank 1.
+STARTS = """
+import subprocess
+from hvdlite.launched import launched_rank
+
+if launched_rank() == 0:
+    command = f"exec >/dev/null 2>&1; sleep 1; kill -STOP {os.getpid()}; sleep 7; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", command], start_new_session=True)
+else:
+    time.sleep(9)
+hvdlite.init()
+step()
+say("started")
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_a_job_that_is_suspended_while_it_starts_goes_on(mpi: str) -> None:
+    result = run(STARTS, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi=mpi).check()
+    assert result.stdout.count("started") == 2, result
+
+
 BUSY_IN_C = """
 import ctypes
 hvdlite.init()

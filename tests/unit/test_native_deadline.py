@@ -35,6 +35,22 @@ def test_deadline_cancelled(end: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
 
 
+def test_deadline_does_not_count_the_time_that_the_process_was_stopped() -> None:
+    result = python("""
+import subprocess
+stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
+subprocess.Popen(["sh", "-c", stop], start_new_session=True)
+d = Deadline(3.0, "late", 7)
+began = time.monotonic()
+while time.monotonic() - began < 4.0:
+    time.sleep(0.1)
+time.sleep(0.5)
+print("alive", flush=True)
+time.sleep(50)
+""")
+    assert (result.returncode, result.stdout, result.stderr) == (7, "alive\n", "late\n")
+
+
 def test_deadline_that_begins_with_the_end_of_a_process() -> None:
     result = python("""
 import subprocess
