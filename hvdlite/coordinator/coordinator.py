@@ -79,7 +79,6 @@ class Coordinator:
         self._clock = clock
         own = weakref.proxy(self)
         self._in_flight = InFlight(lambda: own.at_once.begun)
-        self._pace = Pace(lambda: own.wake())
         self._queue: deque[Submission | Burst | Notice] = deque()
         self._progress = Progress()
         self._batch: list[Response] = []
@@ -100,6 +99,7 @@ class Coordinator:
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._execution = Execution(owner, self._in_flight, self._progress, self._station.all_are_back)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
+        self._pace = Pace(weakref.WeakMethod(self._worker.wake))
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
         self.check_open = self._in_flight.check_open
         self.refuse_handler = partial(self._worker.refuse_handler, self._in_flight.is_kept)

@@ -37,12 +37,12 @@ class Pace:
     """How one rank submits: what it waits for between two submissions, and how long it takes.
 
     Args:
-        wake: the coordinator thread.
+        wake: gives what wakes the coordinator thread, or None where there is none any more, as handles live longer.
     """
 
     __slots__ = ("_followed_soon", "_last", "_last_ns", "_wake", "has_waited", "is_put_off", "last_label")
 
-    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, wake: Callable[[], Callable[[], object] | None] = lambda: None) -> None:
         self.last_label = ""
         """Of what was submitted last, for people; empty before that."""
         self.has_waited = Flag(True)
@@ -72,8 +72,8 @@ class Pace:
             self._follow(time.monotonic_ns() if waits else None)
         if self.is_put_off:
             self.is_put_off = False
-            if not waits:
-                self._wake()
+            if not waits and (wake := self._wake()) is not None:
+                wake()
 
     def _follow(self, now_ns: int | None) -> None:
         request, self._last = self._last, None

@@ -40,7 +40,7 @@ from hvdlite.distributed.messages import Arrival, NonsenseError, Offer, Parcel, 
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.links import link_probe
-from hvdlite.links.proof import Caller, Host
+from hvdlite.links.proof import Caller, Host, new_key
 from hvdlite.liveness.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, tellable, written
 from hvdlite.node import Node
 from hvdlite.operations.barrier import Barrier
@@ -250,7 +250,7 @@ def guests(data: bytes) -> None:
     with own, other, closing(Entrance("", from_other_nodes=False)) as entrance:
         with closing(entrance.hear(came.append, 3)) as hearing:
             admits = hearing._admit(own, data[: CLAIM.size].ljust(CLAIM.size, b"\0"), b"")
-        assert all(admits and guest.rank < 3 and guest.process_with(bytes(32)) is None for guest in came)
+        assert all(admits and guest.rank < 3 and guest.process_with(new_key()) is None for guest in came)
 
 
 def contradictions(data: bytes) -> None:

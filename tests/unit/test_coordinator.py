@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -92,6 +93,16 @@ def test_nobody_is_woken_for_what_is_always_waited_for_soon() -> None:
         lab.ranks[1].submit(both[1])
         lab.settle(both)
     assert rings == [True, True, True, False, False, False]
+
+
+def test_who_asks_once_all_is_gone_wakes_nobody() -> None:
+    lab, made = Lab([(0,)], 0), submission("a")
+    made.pace = lab.ranks[0]._pace
+    made.pace.is_put_off = True
+    made.succeed()
+    del lab
+    gc.collect()
+    assert made.poll()
 
 
 @pytest.mark.parametrize("nodes", [[(0,), (1,)], [(0, 1)], [(0,), (1,), (2,)]])

@@ -216,7 +216,9 @@ def test_a_tensor_at_its_place_is_scaled() -> None:
 def test_offsets_beyond_32_bits() -> None:
     stored = torch.arange(100, dtype=torch.float32)
     first = 3 << 33  # the element of the tensor that is stored at all
-    tensors = _native.TensorList([0, stored.data_ptr() - first * 4, 0], [1 << 33, 1 << 36, 10], [0, 1 << 33, 1 << 37])
+    tensors = _native.TensorList(
+        [0, (stored.data_ptr() - first * 4) % 2**64, 0], [1 << 33, 1 << 36, 10], [0, 1 << 33, 1 << 37]
+    )
     begin = (1 << 33) + first + 7
     buffer = torch.zeros(50, dtype=torch.float32)
     tensors.pack(buffer.data_ptr(), begin, begin + 50, DType.FLOAT32, DType.FLOAT32)

@@ -214,7 +214,7 @@ def test_what_is_followed_soon() -> None:
 @pytest.mark.parametrize(("ask", "wakes"), [("poll", 1), ("wait", 0), ("wait for another", 1)])
 def test_what_was_put_off_is_woken_for_by_who_does_not_do_it(ask: str, wakes: int) -> None:
     woken: list[int] = []
-    pace = Pace(lambda: woken.append(1))
+    pace = Pace(lambda: lambda: woken.append(1))
     pace.step(10**9, submission("a").request)
     pace.is_put_off = True
     made = submission("a" if ask != "wait for another" else "b")

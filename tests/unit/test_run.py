@@ -187,7 +187,7 @@ class TestParsing:
             ("-m -np 2 package.train", "options stand before -m"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
             ("-np 2 python3 -u -", "write the program to a file"),
-            ("-np 1 --mpi python", "write the program to a file"),
+            ("-np 1 --mpi python3", "write the program to a file"),
             ("-np 2 --host-discovery-script /bin/true train.py", "/bin/true has printed no host to begin with"),
             ("--elastic -np 3 --min-np 3 --max-np 2 train.py", "--min-np 3 is more than --max-np 2"),
             ("--elastic -np 3 --max-np 2 train.py", "--max-np 2 is less than -np 3"),
