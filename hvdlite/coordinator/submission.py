@@ -40,25 +40,26 @@ class Pace:
         wake: gives what wakes the coordinator thread, or None where there is none any more, as handles live longer.
     """
 
-    __slots__ = ("_followed_soon", "_last", "_last_ns", "_wake", "has_waited", "is_put_off", "last_label")
+    __slots__ = ("_followed_soon", "_last_ns", "_wake", "has_waited", "is_put_off", "last", "last_label")
 
     def __init__(self, wake: Callable[[], Callable[[], object] | None] = lambda: None) -> None:
         self.last_label = ""
         """Of what was submitted last, for people; empty before that."""
         self.has_waited = Flag(True)
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
+        self.last: Request | None = None
+        """What was submitted last, until something else is, or somebody asks."""
         self.is_put_off = False
-        """Whether nobody was woken for what was submitted last, as `is_followed_soon`."""
+        """Whether nobody was woken for `last`, as `is_followed_soon`."""
         self._wake = wake
         self._last_ns = 0
-        self._last: Request | None = None  # that was submitted, while nothing has followed
         self._followed_soon: Remembered[int] = Remembered()  # how often in a row, by requests
 
     def step(self, now_ns: int, request: Request | None = None) -> float:
         """``request`` is being submitted: seconds since `rest`, infinite if anybody has waited meanwhile."""
         pause_s = math.inf if self.has_waited.is_set else (now_ns - self._last_ns) * 1e-9
         self._follow(now_ns)
-        self.has_waited.is_set, self._last_ns, self._last = False, now_ns, request
+        self.has_waited.is_set, self._last_ns, self.last = False, now_ns, request
         return pause_s
 
     def rest(self) -> None:
@@ -66,17 +67,15 @@ class Pace:
         self._last_ns = time.monotonic_ns()
 
     def ask(self, *, waits: bool) -> None:
-        """Somebody asks for what was submitted, and ``waits``, doing the work, or comes again."""
-        self.has_waited.is_set = True
-        if self._last is not None:
-            self._follow(time.monotonic_ns() if waits else None)
+        """After `last` somebody asks for a future, and ``waits``, doing the work, or comes again."""
+        self._follow(time.monotonic_ns() if waits else None)
         if self.is_put_off:
             self.is_put_off = False
             if not waits and (wake := self._wake()) is not None:
                 wake()
 
     def _follow(self, now_ns: int | None) -> None:
-        request, self._last = self._last, None
+        request, self.last = self.last, None
         if request is not None:
             is_soon = now_ns is not None and (now_ns - self._last_ns) * 1e-9 <= PAUSE_S
             self._followed_soon.remember(request, self._followed_soon.get(request, 0) + 1 if is_soon else 0)
@@ -112,8 +111,11 @@ class Future:
 
     def ask(self, *, waits: bool = True) -> None:
         """Somebody waits for it, or may not go on without."""
-        if self.pace is not None:
-            self.pace.ask(waits=waits and not self.is_done)
+        pace = self.pace
+        if pace is not None:
+            pace.has_waited.is_set = True
+            if pace.last is not None:
+                pace.ask(waits=waits and not self.is_done)
 
     def _sleep(self) -> None:
         """Until it is complete."""

@@ -98,6 +98,7 @@ def test_nobody_is_woken_for_what_is_always_waited_for_soon() -> None:
 def test_who_asks_once_all_is_gone_wakes_nobody() -> None:
     lab, made = Lab([(0,)], 0), submission("a")
     made.pace = lab.ranks[0]._pace
+    made.pace.step(0, made.request)
     made.pace.is_put_off = True
     made.succeed()
     del lab
