@@ -7,7 +7,6 @@ work itself.
 from __future__ import annotations
 
 from hvdlite._native import Shortcut
-from hvdlite.coordinator.burst import BURST_S
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.request import Request
@@ -43,8 +42,7 @@ class Attention:
         """It was queued: the thread is to look, now or, if the user thread always sees to it, in `BURST_S` at most."""
         self._pace.is_put_off = self._plan.free is not None and self._pace.is_followed_soon(request)
         if self._pace.is_put_off:
-            self._collector.expect_more()
-            self.call_within(BURST_S)
+            self._collector.expect_more()  # which calls within that time
         else:
             self.call()
 

@@ -136,10 +136,15 @@ class Collector:
             return None
         now_ns = time.monotonic_ns()
         self._open = burst = Burst(known, now_ns, self._pace.step(now_ns), self.take_apart)
-        burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
-        self._recipient.look_within(BURST_S)
+        burst.assist, burst.pace = self._assist, self._pace
+        self.expect_more()
         self.native.begin(burst, burst.parts, known.signatures)
         return burst
+
+    def expect_more(self) -> None:
+        """With the lock of what is in flight: something has come, and more does so soon, or `look` in `BURST_S`."""
+        self._since_s = self._clock()
+        self._recipient.look_within(BURST_S)
 
     def learn(self, burst: Burst, number: int, signature: Callable[[], Signature]) -> bool:
         """What a caller has passed for operation ``number`` of ``burst``, unless it is known; whether it is new."""
@@ -187,10 +192,6 @@ class Collector:
                     burst.signatures.learn(number, signature)
         self.native.follow([(burst, burst.signatures) for burst in known.values()])
         self.take_apart()
-
-    def expect_more(self) -> None:
-        """Something has come, and more does so soon."""
-        self._since_s = self._clock()
 
     def patience_s(self) -> float:
         """When to `look` again. Where a burst has just come more may, so that the thread need not be rung for each."""
