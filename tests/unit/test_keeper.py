@@ -22,7 +22,6 @@ from hvdlite import cli
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
-from hvdlite.links import proof
 from hvdlite.links.interfaces import Interface
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
 from hvdlite.recovery import safekeeping
@@ -32,6 +31,7 @@ from hvdlite.start import meeting_point
 from hvdlite.start.meeting_point import connect
 from ipv6 import has_ipv6
 from keeper_lab import ENVIRON, HERE, launch_by, wait_for
+from proof_lab import hang_up_on_the_first
 from run_lab import executable
 
 elsewhere = keeper_lab.elsewhere
@@ -346,15 +346,7 @@ def test_a_host_without_an_answer_is_named() -> None:
 
 def test_a_keeper_that_is_hung_up_on_calls_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hvdliterun has more strangers to hear than it lets wait, and they come from the keeper's address."""
-    feed, heard = proof.Host.feed, []
-
-    def hang_up(host: proof.Host, data: bytes) -> bytes:
-        heard.append(data)
-        if len(heard) <= 2:
-            raise ConnectionError("one too many")
-        return feed(host, data)
-
-    monkeypatch.setattr(proof.Host, "feed", hang_up)
+    heard = hang_up_on_the_first(monkeypatch, 2)
     keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=False)
     try:
         assert keepers.start([Host("a", 1)]) == []

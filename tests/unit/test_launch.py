@@ -19,10 +19,11 @@ import hvdlite
 from hvdlite import remote_call
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
-from hvdlite.links.proof import Caller, Host
+from hvdlite.links.proof import Caller
 from hvdlite.remote_call import CallServer, pack
 from ipv6 import has_ipv6
 from launching import MARK, processes_with
+from proof_lab import hang_up_on_the_first
 
 # In the script that plays mpirun: its options end where the ranks' Python stands.
 PROGRAM = f'while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done'
@@ -314,15 +315,7 @@ def test_an_address_that_drops_packets_costs_nothing(silent_address: tuple[str, 
 
 def test_who_is_hung_up_on_comes_again(silent_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers have come from the same address, and this rank was the oldest of them; another address is silent."""
-    feed, tries = Host.feed, []
-
-    def hang_up(host: Host, data: bytes) -> bytes:
-        tries.append(data)
-        if len(tries) <= 3:
-            raise ConnectionError("one too many")
-        return feed(host, data)
-
-    monkeypatch.setattr(Host, "feed", hang_up)
+    hang_up_on_the_first(monkeypatch, 3)
     check_that_a_rank_connects(silent_address)
 
 

@@ -23,7 +23,7 @@ from hvdlite.liveness.notice import RANK, Notice, say
 PATIENCE_S = 4.0
 SAY = """
 import os, sys
-from hvdlite.liveness.notice import RANK, Notice, say
+from hvdlite.liveness.notice import Notice, say
 os.setuid(int(sys.argv[1]))
 for notice in sys.argv[2:]:
     say(Notice[notice])
