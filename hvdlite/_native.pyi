@@ -486,6 +486,9 @@ class Signature:
 class Signatures:
     """Of the operations of a burst, by their places."""
 
+    are_known: bool
+    """All of them are."""
+
     def __init__(self, count: int) -> None: ...
     def knows(self, place: int) -> bool: ...
     def learn(self, place: int, signature: Signature) -> None: ...
@@ -493,18 +496,43 @@ class Signatures:
 class Started:
     """What the shortcut has started, and nobody waits for at once. Source: csrc/calls/started.cpp."""
 
-    operation: tuple[Any, int, int, int, object]
-    """While it is not settled: what was prepared, sequence, addresses of the input and of the output, owner of both."""
-
     def complete_now(self) -> int:
         """By who is at work: do the rest if all ranks have started; what `DirectCall.run` returns."""
     def settle(self, left: object) -> None:
         """``left``: what is waited for from now on, or None if it is complete."""
     def fail(self, error: BaseException) -> None:
         """It has ended in ``error``."""
+
+class StartedOperation(Started):
+    """One operation."""
+
+    operation: tuple[Any, int, int, int, object]
+    """While it is not settled: what was prepared, sequence, addresses of the input and of the output, owner of both."""
+
     def wait(self) -> None:
         """Sleep until it is complete; raises what it ended in."""
     def poll(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+class StartedBurst(Started):
+    """A burst of few bytes, from its first operation on. Source: csrc/calls/started_burst.cpp."""
+
+    known: Any
+    """While it is not settled, like `parts`."""
+    parts: list[tuple[int, int, int, object]]
+    """Of every operation that was submitted so far: addresses of its input and its output, sequence, owner of both."""
+    since_ns: int
+    """When the first of it was submitted, by `time.monotonic_ns`."""
+    was_waited_before: bool
+    """Whether the user had waited since what was submitted before that."""
+    has_succeeded: bool
+    """All of it is done, as one."""
+
+    def ask(self) -> None:
+        """Somebody waits for it."""
+    def wait(self, number: int) -> None:
+        """Sleep until operation ``number`` of it is complete; raises what it ended in."""
+    def poll(self, number: int) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
 class Shortcut:
@@ -517,21 +545,22 @@ class Shortcut:
     unsettled: Started | None
     """What was started last, whether it was taken or not, until it is settled."""
     under_way: tuple[Any, int] | None
-    """(prepared, sequence) of that, or of what is being done here."""
+    """(prepared, sequence) of what is being done here, by who waits for it."""
 
     def __init__(
         self,
         at_work: Any,
         recorder: object,
         rest: Callable[[Any, int, int, int, object, int], Any],
+        rest_of_burst: Callable[[StartedBurst, int], Any],
         settle: Callable[[], object],
         has_waited: Flag,
     ) -> None:
         """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
         sequence, address of the input, of the output, owner of both, result of `DirectCall.run`); returns what
-        is to be waited for afterwards, or None. ``settle``: called again and again by who waits for what was started,
-        while another thread is at work, that it be settled. ``has_waited``: whether the user has waited for anything,
-        or asked, since the last submission."""
+        is to be waited for afterwards, or None. ``rest_of_burst``: likewise, of a burst. ``settle``: called again and
+        again by who waits for what was started, while another thread is at work, that it be settled. ``has_waited``:
+        whether the user has waited for anything, or asked, since the last submission."""
     def follow(self, plan: int, period: int, serial: int) -> bool:
         """A plan begins, of so many operations in a period; whether what was learned of the last one of ``serial`` is
         known still."""
@@ -556,6 +585,18 @@ class Shortcut:
         of the tensor and so many rows; None where it is like the tensor. ``gives``: whether the tensor is what this
         rank contributes; else zeros are. ``unnamed`` gives it the number ``sequence`` in the first period, and one that
         is ``stride`` larger in each one after that."""
+    def learn_burst(
+        self,
+        position: int,
+        known: object,
+        prepared: object,
+        call: DirectCall,
+        signatures: Signatures,
+        numbers: Sequence[tuple[int, int]],
+    ) -> None:
+        """What begins at ``position`` of the period is a burst, which ``call`` of ``prepared`` does in two phases.
+        ``known``: what `take` and `StartedBurst` say it is. ``numbers``: of each operation, as (``sequence``,
+        ``stride``)."""
     def open(self, done: int, heard: int, closings: int) -> None:
         """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since
         there were ``closings``."""
@@ -575,7 +616,7 @@ class Shortcut:
     def submitting_function(
         self,
         kind: object,
-        make_handle: Callable[[Started, Any, Any], Any],
+        make_handle: Callable[[StartedOperation, Any, Any], Any],
         collecting: Collecting,
         make_handle_in_burst: Callable[[Any, int, Any, Any], Any],
         new_like: Callable[[Any], Any],
@@ -587,21 +628,48 @@ class Shortcut:
         ``make_handle(started, result, name)`` of what was started; or None where nothing was done. ``named`` is the
         sequence of what has a name, ``unnamed`` counts what has none."""
 
+class Instant:
+    """A point in time, by `time.monotonic`."""
+
+    at_s: float
+
+    def __init__(self, at_s: float) -> None: ...
+
 class Collecting:
     """What is submitted of bursts that came before. Source: csrc/calls/collecting.cpp.
 
-    Nothing is taken while ``lock`` is held. ``open``: begins a burst of what is `follow`ed, if that comes next; whether
-    it has. ``complete``: all of a burst is there.
+    Nothing is taken while ``lock`` is held. What ``shortcut`` can start is collected for it, if the coordinator thread
+    looks within ``longest_s``, which it does at ``next_look``. ``open``: begins a burst of what is `follow`ed, if that
+    comes next; whether it has. ``complete``: all of what is open may be there. ``take_apart``: somebody waits for it.
     """
 
+    burst: Any
+    """What `begin` was told, or `adopt`, until `end`; else None."""
+    is_open: bool
+    """Whether a burst is, there or here."""
+    since_s: float
+    """When the last one was begun, by `time.monotonic`."""
+
     def __init__(
-        self, lock: threading.Lock, open: Callable[[Any], bool], complete: Callable[[Any], object]
+        self,
+        lock: threading.Lock,
+        shortcut: Shortcut,
+        next_look: Instant,
+        longest_s: float,
+        open: Callable[[Any], bool],
+        complete: Callable[[], object],
+        take_apart: Callable[[], object],
     ) -> None: ...
     def follow(self, known: Sequence[tuple[object, Signatures]]) -> None:
         """What may come."""
     def begin(self, burst: object, parts: list[Any], signatures: Signatures) -> None:
         """From now on, appended to ``parts``: (input, output, sequence, owner)."""
-    def end(self) -> None: ...
+    def adopt(self, make: Callable[[StartedBurst], object]) -> None:
+        """The same of what is open here: it goes on as the burst that ``make`` makes of it."""
+    def stop(self) -> None:
+        """Append nothing more."""
+    def end(self) -> None:
+        """It is somebody else's."""
 
 class PoliteLook:
     """How long one looks for what others bring, before one leaves them the core. Source: csrc/waiting/polite_look.h."""

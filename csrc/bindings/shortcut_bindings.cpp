@@ -115,6 +115,7 @@ void register_shortcut(py::module_& m) {
       .def(
           "knows", [](const Signatures& self, std::size_t place) { return self.by_place.at(place) != nullptr; },
           "place"_a)
+      .def_property_readonly("are_known", &Signatures::are_known)
       .def(
           "learn",
           [](Signatures& self, std::size_t place, std::shared_ptr<Signature> signature) {
@@ -122,27 +123,47 @@ void register_shortcut(py::module_& m) {
           },
           "place"_a, "signature"_a);
 
+  py::class_<Instant, std::shared_ptr<Instant>>(m, "Instant")
+      .def(py::init<double>(), "at_s"_a)
+      .def_readwrite("at_s", &Instant::at_s);
+
   py::class_<Started, std::shared_ptr<Started>>(m, "Started")
+      .def("complete_now",
+           [](const Started& self) {
+             SplitPhaseCall* const call = self.call();
+             const auto kept = self.kept();
+             const py::gil_scoped_release without_gil;
+             return static_cast<int>(call->complete_now());
+           })
+      .def("settle", &Started::settle, "left"_a)
+      .def("fail", &Started::fail, "error"_a);
+  py::class_<StartedOperation, Started, std::shared_ptr<StartedOperation>>(m, "StartedOperation")
       .def_property_readonly("operation",
-                             [](const Started& self) {
+                             [](const StartedOperation& self) {
                                const auto& operation = self.operation();
                                return py::make_tuple(operation.prepared, operation.sequence, operation.input,
                                                      operation.output, operation.owner);
                              })
-      .def("complete_now",
-           [](const Started& self) {
-             const auto operation = self.operation();
-             const py::gil_scoped_release without_gil;
-             return static_cast<int>(operation.call->complete_now());
-           })
-      .def("settle", &Started::settle, "left"_a)
-      .def("fail", &Started::fail, "error"_a)
-      .def("wait", &Started::wait)
-      .def("poll", &Started::poll);
+      .def("wait", &StartedOperation::wait)
+      .def("poll", &StartedOperation::poll);
+  py::class_<StartedBurst, Started, std::shared_ptr<StartedBurst>>(m, "StartedBurst")
+      .def_property_readonly("known", [](const StartedBurst& self) { return self.planned()->known; })
+      .def_property_readonly("parts", &StartedBurst::parts)
+      .def_property_readonly("since_ns", &StartedBurst::since_ns)
+      .def_property_readonly("was_waited_before", &StartedBurst::was_waited_before)
+      .def_property_readonly("has_succeeded", &StartedBurst::is_complete)
+      .def("ask", &StartedBurst::ask)
+      .def("wait", &StartedBurst::wait, "number"_a)
+      .def("poll", &StartedBurst::poll, "number"_a);
 
   py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
-      .def(py::init<py::object, py::object, py::object, py::object, std::shared_ptr<Flag>>(), "at_work"_a, "recorder"_a,
-           "rest"_a, "settle"_a, "has_waited"_a)
+      .def(py::init([](py::object at_work, py::object recorder, py::object rest, py::object rest_of_burst,
+                       py::object settle, std::shared_ptr<Flag> has_waited) {
+             return std::make_shared<Shortcut>(std::move(at_work), std::move(recorder),
+                                               Rest{std::move(rest), std::move(rest_of_burst)}, std::move(settle),
+                                               std::move(has_waited));
+           }),
+           "at_work"_a, "recorder"_a, "rest"_a, "rest_of_burst"_a, "settle"_a, "has_waited"_a)
       .def("follow", &Shortcut::follow, "plan"_a, "period"_a, "serial"_a)
       .def("knows", &Shortcut::knows, "position"_a, "prepared"_a)
       .def(
@@ -155,6 +176,16 @@ void register_shortcut(py::module_& m) {
           },
           "position"_a, "signature"_a, "prepared"_a, "call"_a, "new_result"_a, "gives"_a, "unnamed"_a, "sequence"_a,
           "stride"_a)
+      .def(
+          "learn_burst",
+          [](Shortcut& self, std::size_t position, py::object known, py::object prepared, DirectCall& call,
+             std::shared_ptr<Signatures> signatures, const std::vector<std::pair<std::int64_t, std::int64_t>>& given) {
+            std::vector<PlannedBurst::Number> numbers;
+            for (const auto& [first, stride] : given) numbers.push_back({first, stride});
+            self.learn_burst(position,
+                             {std::move(known), std::move(prepared), &call, std::move(signatures), std::move(numbers)});
+          },
+          "position"_a, "known"_a, "prepared"_a, "call"_a, "signatures"_a, "numbers"_a)
       .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
       .def("close", &Shortcut::close)
       .def("pause", &Shortcut::pause)
@@ -193,7 +224,9 @@ void register_shortcut(py::module_& m) {
           "kind"_a, "make_handle"_a, "collecting"_a, "make_handle_in_burst"_a, "new_like"_a, "named"_a, "unnamed"_a);
 
   py::class_<Collecting, std::shared_ptr<Collecting>>(m, "Collecting")
-      .def(py::init<py::object, py::object, py::object>(), "lock"_a, "open"_a, "complete"_a)
+      .def(py::init<py::object, std::shared_ptr<Shortcut>, std::shared_ptr<Instant>, double, py::object, py::object,
+                    py::object>(),
+           "lock"_a, "shortcut"_a, "next_look"_a, "longest_s"_a, "open"_a, "complete"_a, "take_apart"_a)
       .def(
           "follow",
           [](Collecting& self, const std::vector<std::pair<py::object, std::shared_ptr<Signatures>>>& given) {
@@ -203,7 +236,15 @@ void register_shortcut(py::module_& m) {
           },
           "known"_a)
       .def("begin", &Collecting::begin, "burst"_a, "parts"_a, "signatures"_a)
-      .def("end", &Collecting::end);
+      .def("stop", &Collecting::stop)
+      .def("end", &Collecting::end)
+      .def_property_readonly(
+          "burst", [](const Collecting& self) { return self.burst() ? self.burst() : py::object(py::none()); })
+      .def("adopt", &Collecting::adopt, "make"_a)
+      .def_property_readonly("is_open", &Collecting::is_open)
+      .def_property(
+          "since_s", [](const Collecting& self) { return self.since.at_s; },
+          [](Collecting& self, double now_s) { self.since.at_s = now_s; });
 }
 
 }  // namespace hvdlite

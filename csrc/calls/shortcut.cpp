@@ -1,5 +1,6 @@
 #include "calls/shortcut.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -53,7 +54,7 @@ class Shortcut::AtWork {
   bool has_begun_ = false;
 };
 
-Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest, py::object settle,
+Shortcut::Shortcut(py::object at_work, py::object recorder, Rest rest, py::object settle,
                    std::shared_ptr<Flag> has_waited)
     : is_owned_(at_work.attr("_is_owned")),
       acquire_(at_work.attr("acquire")),
@@ -81,7 +82,13 @@ bool Shortcut::follow(std::uint64_t plan, std::size_t period, std::uint64_t seri
   return is_known;
 }
 
-void Shortcut::learn(std::size_t position, Operation operation) { entries_.at(position) = {std::move(operation), 0}; }
+void Shortcut::learn(std::size_t position, Known known) { entries_.at(position) = {std::move(known), nullptr, 0}; }
+
+void Shortcut::learn_burst(std::size_t position, PlannedBurst burst) {
+  Known known;
+  known.prepared = burst.known;
+  entries_.at(position) = {std::move(known), std::make_shared<PlannedBurst>(std::move(burst)), 0};
+}
 
 bool Shortcut::knows(std::size_t position, const py::object& prepared) const {
   return entries_.at(position).prepared.is(prepared);
@@ -121,10 +128,9 @@ std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
   return told;
 }
 
-Shortcut::UnderWay Shortcut::under_way() const {
-  const auto started = unsettled();
-  if (started == nullptr) return repeated_;
-  return {started->operation().prepared, started->operation().sequence};
+bool Shortcut::is_recording() const {
+  static PyObject* const enabled = interned("enabled");
+  return is_true(recorder_, enabled);
 }
 
 Shortcut::Entry* Shortcut::next() {
@@ -152,8 +158,7 @@ bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool start
     next.output = address_of(next.result);
   }
   if (starts) next.owner = owner_of(arguments.tensor, next.result);
-  static PyObject* const enabled = interned("enabled");
-  if (is_true(recorder_, enabled)) return false;
+  if (is_recording()) return false;
 
   // From here on no Python runs until the operation does.
   Entry* entry = this->next();
@@ -173,28 +178,30 @@ bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool start
 }
 
 // What is begun now may be the first of a period.
+void Shortcut::count_period(bool was_waited_before) {
+  if (done_ % entries_.size() == 0) ++(was_waited_before ? periods_.waited : periods_.together);
+}
+
 void Shortcut::count_submission(bool is_waited_for) {
-  if (done_ % entries_.size() == 0) ++(has_waited_->is_set ? periods_.waited : periods_.together);
+  count_period(has_waited_->is_set);
   has_waited_->is_set = is_waited_for;
 }
 
 // Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
 bool Shortcut::count_done(DirectCall::Result ended) {
   if (ended != DirectCall::Result::kDone || entries_.empty()) return false;
-  ++entries_[done_ % entries_.size()].times;
-  ++done_;
-  ++untold_;
+  Entry& entry = entries_[done_ % entries_.size()];
+  ++entry.times;
+  done_ += entry.size();
+  untold_ += entry.size();
   return true;
 }
 
-// By who is at work: what is left to be waited for, or None.
-py::object Shortcut::hand_over(const Started::Operation& operation, DirectCall::Result ended,
-                               std::optional<py::error_already_set>& interrupt) {
+// By who is at work, right before `rest_`.
+void Shortcut::prepare_to_hand_over(std::optional<py::error_already_set>& interrupt) {
   close();
-  // Handlers of signals run here, and not at the first instruction of `rest`: what was begun has to be taken over.
+  // Handlers of signals run here, and not at the first instruction of `rest_`: what was begun has to be taken over.
   if (PyErr_CheckSignals() != 0) interrupt.emplace();
-  return rest_(operation.prepared, operation.sequence, operation.input, operation.output, operation.owner,
-               static_cast<int>(ended));
 }
 
 py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
@@ -212,8 +219,8 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   if (count_done(ended)) return next.result;
   const py::object owner = owner_of(arguments.tensor, next.result);
   std::optional<py::error_already_set> interrupt;
-  const py::object left =
-      hand_over({next.prepared, nullptr, next.sequence, next.input, next.output, owner}, ended, interrupt);
+  prepare_to_hand_over(interrupt);
+  const py::object left = rest_.of({next.prepared, nullptr, next.sequence, next.input, next.output, owner}, ended);
   at_work.end();
   if (interrupt) throw *interrupt;
   if (!left.is_none()) left.attr("wait")();
@@ -228,8 +235,8 @@ py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::
   if (!begin(arguments, new_like, true, at_work, next)) return {};
   count_submission(false);
   SplitPhaseCall* const call = next.call->split_phase();
-  started_ = std::make_shared<Started>(
-      Started::Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());
+  started_ = std::make_shared<StartedOperation>(
+      Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());
   call->start(input_, output_, plan_, done_ + 1);
   const py::object started = py::cast(started_);
   at_work.end();
@@ -237,17 +244,45 @@ py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::
   return checked(PyObject_Vectorcall(make_handle.ptr(), made_of, std::size(made_of), nullptr));
 }
 
+std::shared_ptr<const PlannedBurst> Shortcut::next_burst() {
+  if (!is_open_ || periods_.together >= kManyTogether) return {};
+  if (started_ != nullptr && !is_rid_of_started(false)) return {};
+  if (!is_open_ || entries_.empty() || is_recording()) return {};
+  return entries_[done_ % entries_.size()].burst;
+}
+
+bool Shortcut::expects(const std::shared_ptr<const PlannedBurst>& burst) const {
+  return is_open_ && started_ == nullptr && !entries_.empty() && entries_[done_ % entries_.size()].burst == burst;
+}
+
+bool Shortcut::start(const std::shared_ptr<StartedBurst>& burst) {
+  if (is_recording() || !expects(burst->planned())) return false;
+  const auto turn = static_cast<std::int64_t>(done_ / entries_.size());
+  if (!burst->is_in_turn(turn)) return false;
+  AtWork at_work(*this);
+  if (!at_work.begin() || !burst->planned()->call->can_run()) return false;
+  burst->start(plan_, done_ + burst->planned()->size());
+  count_period(burst->was_waited_before());
+  started_ = burst;
+  return true;
+}
+
 // Whether what was started has the name that a caller gives to another one, which is a mistake while it is under way.
 bool Shortcut::is_started(const Arguments& arguments) const {
   if (entries_.empty()) return false;
-  const auto& signature = entries_[done_ % entries_.size()].signature;
-  return signature != nullptr && signature->has_the_name_of(arguments);
+  const Entry& entry = entries_[done_ % entries_.size()];
+  const auto has_the_name = [&](const auto& signature) {
+    return signature != nullptr && signature->has_the_name_of(arguments);
+  };
+  if (entry.burst == nullptr) return has_the_name(entry.signature);
+  const auto& signatures = entry.burst->signatures->by_place;
+  return std::any_of(signatures.begin(), signatures.end(), has_the_name);
 }
 
 // Whether what was started is complete; if not `waits`, after a moment.
 bool Shortcut::is_rid_of_started(bool waits) {
   const auto started = started_;
-  if (!waits && !started->operation().call->is_ready(SplitPhaseCall::kMoment)) return false;
+  if (!waits && !started->call()->is_ready(SplitPhaseCall::kMoment)) return false;
   complete(started);
   return started->is_complete();
 }
@@ -255,11 +290,12 @@ bool Shortcut::is_rid_of_started(bool waits) {
 void Shortcut::complete(const std::shared_ptr<Started>& started) {
   AtWork at_work(*this);
   if (started_ != started || !at_work.begin()) return;
-  const Started::Operation operation = started->operation();
+  SplitPhaseCall* const call = started->call();
+  const auto kept = started->kept();
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;
-    ended = operation.call->complete(heard_);
+    ended = call->complete(heard_);
   }
   if (started_ != started) return;  // all was forgotten meanwhile
   take_started();
@@ -270,7 +306,8 @@ void Shortcut::complete(const std::shared_ptr<Started>& started) {
   }
   std::optional<py::error_already_set> interrupt;
   try {
-    started->settle(hand_over(operation, ended, interrupt));
+    prepare_to_hand_over(interrupt);
+    started->settle(started->go_on(rest_, ended));
   } catch (const py::error_already_set& error) {
     started->fail(error.value());
     throw;

@@ -12,6 +12,7 @@
 
 #include "calls/signature.h"
 #include "calls/started.h"
+#include "calls/started_burst.h"
 #include "prepared/direct_call.h"
 
 namespace hvdlite {
@@ -26,11 +27,10 @@ namespace hvdlite {
 // that was begun: whatever comes next completes it, or leaves it to the coordinator.
 class Shortcut : public std::enable_shared_from_this<Shortcut> {
  public:
-  // `at_work`: a threading.RLock. `recorder`: while its `enabled` is true nothing is done here. `rest`: is called, at
-  // work, with what was not done at once: (prepared, sequence, input, output, owner, result); returns what is to be
-  // waited for afterwards, or None. `settle`: is called where somebody else is at work, for a while: that what was
-  // started be settled. `has_waited`: whether the user has waited, or asked, since the last submission.
-  Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest, pybind11::object settle,
+  // `at_work`: a threading.RLock. `recorder`: while its `enabled` is true nothing is done here. `rest`: does what was
+  // not done at once. `settle`: is called where somebody else is at work, for a while: that what was started be
+  // settled. `has_waited`: whether the user has waited, or asked, since the last submission.
+  Shortcut(pybind11::object at_work, pybind11::object recorder, Rest rest, pybind11::object settle,
            std::shared_ptr<Flag> has_waited);
 
   // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
@@ -40,7 +40,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   // tensor and of as many rows as `call` says; None where it is like the tensor. `gives`: whether the caller's tensor
   // is what this rank contributes; else zeros are. `unnamed`: counts it, null where it has a name. `sequence`: its
   // number in the first period; in each one after that it is `stride` larger.
-  struct Operation {
+  struct Known {
     std::shared_ptr<const Signature> signature;
     pybind11::object prepared;
     DirectCall* call = nullptr;
@@ -50,7 +50,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
     std::int64_t sequence = 0;
     std::int64_t stride = 0;
   };
-  void learn(std::size_t position, Operation operation);
+  void learn(std::size_t position, Known known);
+  // All from `position` on that is done as one.
+  void learn_burst(std::size_t position, PlannedBurst burst);
   bool knows(std::size_t position, const pybind11::object& prepared) const;
 
   // This rank has done `done` operations of the plan, and has followed `heard` rings; it was at nothing else when
@@ -89,12 +91,19 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
     if (started_ != nullptr) return started_;
     return taken_ == nullptr || taken_->is_settled() ? nullptr : taken_;
   }
-  // What others do not know to be submitted: that, or what `repeat` is at. `prepared`: null where there is nothing.
+  // What `repeat` is at, which others do not know to be submitted. `prepared`: null where there is nothing.
   struct UnderWay {
     pybind11::object prepared;
     std::int64_t sequence = 0;
   };
-  UnderWay under_way() const;
+  const UnderWay& under_way() const { return repeated_; }
+
+  // What comes next, if that is a burst that can be started here; null else. What was started before is complete then.
+  std::shared_ptr<const PlannedBurst> next_burst();
+  // Whether it still does. No Python runs.
+  bool expects(const std::shared_ptr<const PlannedBurst>& burst) const;
+  // All of it is there. False where nothing has happened.
+  bool start(const std::shared_ptr<StartedBurst>& burst);
   // Waits for it as `repeat` does. Nothing happens if somebody else is at work, or has settled it. Raises what it ends
   // in.
   void complete(const std::shared_ptr<Started>& started);
@@ -104,8 +113,11 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   bool is_own_thread_at_work() const;
 
  private:
-  struct Entry : Operation {
-    std::uint64_t times = 0;  // that `take` has yet to tell of
+  struct Entry : Known {
+    std::shared_ptr<const PlannedBurst> burst;  // null where it is one operation, or not known
+    std::uint64_t times = 0;                    // that `take` has yet to tell of
+
+    std::size_t size() const { return burst == nullptr ? 1 : burst->size(); }
   };
 
   // What is about to be done, and with what.
@@ -121,19 +133,20 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   class AtWork;
 
   Entry* next();
+  bool is_recording() const;
   bool begin(const Arguments& arguments, pybind11::handle new_like, bool starts, AtWork& at_work, Next& next);
   bool is_started(const Arguments& arguments) const;
   bool is_rid_of_started(bool waits);
+  void count_period(bool was_waited_before);
   void count_submission(bool is_waited_for);
   bool count_done(DirectCall::Result ended);
-  pybind11::object hand_over(const Started::Operation& operation, DirectCall::Result ended,
-                             std::optional<pybind11::error_already_set>& interrupt);
+  void prepare_to_hand_over(std::optional<pybind11::error_already_set>& interrupt);
 
   pybind11::object is_owned_;
   pybind11::object acquire_;
   pybind11::object release_;
   pybind11::object recorder_;
-  pybind11::object rest_;
+  Rest rest_;
   pybind11::object settle_;
   std::shared_ptr<Flag> has_waited_;
   std::shared_ptr<Started> started_;

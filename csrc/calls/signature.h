@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -67,9 +68,16 @@ struct Flag {
   bool is_set;
 };
 
+// A point in time, in seconds of the steady clock, that native code and Python change alike, under the GIL.
+struct Instant {
+  double at_s;
+};
+
 // Of the operations of a burst, by their places; null where it is not known yet.
 struct Signatures {
   std::vector<std::shared_ptr<const Signature>> by_place;
+
+  bool are_known() const { return std::find(by_place.begin(), by_place.end(), nullptr) == by_place.end(); }
 };
 
 }  // namespace hvdlite

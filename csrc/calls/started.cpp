@@ -8,10 +8,15 @@ namespace py = pybind11;
 
 namespace hvdlite {
 
-Started::Started(Operation operation, std::shared_ptr<Shortcut> shortcut)
-    : operation_(std::move(operation)), shortcut_(std::move(shortcut)), has_waited_(shortcut_->has_waited()) {}
+py::object Rest::of(const Operation& operation, DirectCall::Result ended) const {
+  return of_operation(operation.prepared, operation.sequence, operation.input, operation.output, operation.owner,
+                      static_cast<int>(ended));
+}
 
-void Started::wait() {
+Started::Started(SplitPhaseCall* call, std::shared_ptr<Shortcut> shortcut)
+    : call_(call), shortcut_(std::move(shortcut)), has_waited_(shortcut_->has_waited()) {}
+
+py::object Started::await() {
   has_waited_->is_set = true;
   const auto self = shared_from_this();
   if (!is_settled()) shortcut_->complete(self);
@@ -21,35 +26,44 @@ void Started::wait() {
     PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
     throw py::error_already_set();
   }
-  const py::object left = left_;
-  if (!left.is_none()) left.attr("wait")();
+  return left_;
 }
 
-bool Started::poll() {
+py::object Started::look() {
   has_waited_->is_set = true;
   const auto self = shared_from_this();
   if (!is_settled()) {
-    if (operation_.call->is_ready(std::chrono::microseconds(0))) {
+    if (call_->is_ready(std::chrono::microseconds(0))) {
       shortcut_->complete(self);
     } else if (!shortcut_->is_open() && !shortcut_->is_own_thread_at_work()) {
       shortcut_->have_settled();  // as the job may have failed
     }
-    if (!is_settled()) return false;
   }
-  const py::object left = left_;
-  return left.is_none() || left.attr("poll")().cast<bool>();
+  return left_;
 }
 
-// What it has referred to goes with who keeps the handle, which may be much later.
 void Started::settle(py::object left) {
   left_ = std::move(left);
   const auto shortcut = std::move(shortcut_);
-  const auto operation = std::exchange(operation_, {});
+  release();
 }
 
 void Started::fail(py::object error) {
   error_ = std::move(error);
   settle(py::none());
+}
+
+StartedOperation::StartedOperation(Operation operation, std::shared_ptr<Shortcut> shortcut)
+    : Started(operation.call, std::move(shortcut)), operation_(std::move(operation)) {}
+
+void StartedOperation::wait() {
+  const py::object left = await();
+  if (!left.is_none()) left.attr("wait")();
+}
+
+bool StartedOperation::poll() {
+  const py::object left = look();
+  return left && (left.is_none() || left.attr("poll")().cast<bool>());
 }
 
 }  // namespace hvdlite

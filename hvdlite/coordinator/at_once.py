@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, TypeVar
 
-from hvdlite._native import Count, Shortcut
+from hvdlite._native import Count, Shortcut, Started, StartedBurst, StartedOperation
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.plan_member import PlanMember
@@ -32,6 +33,19 @@ _SOON_S = 0.02  # from waking up for work to `settle`, on a core that is shared
 _NAP_S = 50e-6
 
 
+class Bursts(Protocol):
+    """Goes on with what the shortcut has done, or started, of bursts. By who is at work."""
+
+    def count_done(self, plan: FrozenPlan, known: KnownBurst, times: int) -> None:
+        """``known`` was done so many times."""
+
+    def go_on(self, started: StartedBurst, result: int) -> Burst | None:
+        """What is left to be waited for, if anything is, after a call that has returned ``result``."""
+
+    def left_of(self, started: StartedBurst) -> Burst:
+        """To be waited for, where nobody will be at work any more."""
+
+
 class AtOnce:
     """Part of a coordinator, whose objects it is given.
 
@@ -40,6 +54,7 @@ class AtOnce:
         change: to another plan, which a request begins; whether all ranks have.
         end: of the world, by what has failed.
         check: raises what all ranks hear of that.
+        bursts: gives those of the same coordinator.
         clock: in seconds.
 
     Attributes:
@@ -60,11 +75,17 @@ class AtOnce:
         change: Callable[[Request], bool],
         end: Callable[[BaseException], None],
         check: Callable[[], None],
+        bursts: Callable[[], Bursts],
         clock: Callable[[], float],
     ) -> None:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(
-            worker.at_work, recorder, lambda *left: own._go_on(*left), lambda: own._await_settled(), pace.has_waited
+            worker.at_work,
+            recorder,
+            lambda *begun: own._go_on(lambda: own._proceed(*begun)),
+            lambda *started: own._go_on(lambda: own._bursts().go_on(*started)),
+            lambda: own._await_settled(),
+            pace.has_waited,
         )
         self.prepared: Remembered[Any] = Remembered()
         self.seen: Remembered[None] = Remembered()
@@ -78,6 +99,7 @@ class AtOnce:
         self._change = change
         self._end = end
         self._check = check
+        self._bursts = bursts
         self._clock = clock
 
     def run(self, prepared: Prepared[T], sequence: int, tensors: T, unnamed: Count | None) -> bool | Submission:
@@ -168,13 +190,20 @@ class AtOnce:
         return True
 
     @property
-    def begun(self) -> Key | None:
+    def begun(self) -> Collection[Key]:
         """What is not in flight, as it is being done by a caller, or was started. Once the shortcut is closed."""
-        if (under_way := self.shortcut.under_way) is not None:
+        started = self.shortcut.unsettled
+        if isinstance(started, StartedBurst):
+            return [(request.name, part[2]) for request, part in zip(started.known.requests, started.parts, strict=True)]
+        under_way = self.shortcut.under_way
+        if isinstance(started, StartedOperation):
+            under_way = started.operation[:2]
+        if under_way is not None:
             native, sequence = under_way
-            return native.request.name, sequence
+            return ((native.request.name, sequence),)
         plan = self._plan.plan
-        return None if plan is None else plan.begun
+        begun = None if plan is None else plan.begun
+        return () if begun is None else (begun,)
 
     def reopen(self, closings: int) -> None:
         """Open the shortcut for what comes next, if nothing is under way. By who is at work.
@@ -195,27 +224,39 @@ class AtOnce:
         for prepared, times in self.shortcut.take():
             plan = self._plan.plan
             assert plan is not None
-            plan.count_done(prepared.request, times)
-            prepared.count_done(times)
-            self._done(prepared.label, times)
+            if isinstance(prepared, KnownBurst):
+                self._bursts().count_done(plan, prepared, times)
+            else:
+                plan.count_done(prepared.request, times)
+                prepared.count_done(times)
+                self._done(prepared.label, times)
         started = self.shortcut.take_started()
         if started is not None:
-            native, sequence, source, target, owner = started.operation
             try:
-                result = started.complete_now()
-                started.settle(self._proceed(native, sequence, source, target, owner, result))
+                started.settle(self._left_of(started, started.complete_now()))
             except BaseException as error:
                 started.fail(error)
                 raise
+
+    def _left_of(self, started: Started, result: int) -> Submission | Burst | None:
+        if isinstance(started, StartedBurst):
+            return self._bursts().go_on(started, result)
+        assert isinstance(started, StartedOperation)
+        return self._proceed(*started.operation, result)
 
     def forget(self) -> None:
         """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
         started = self.shortcut.take_started() or self.shortcut.unsettled
         if started is not None:  # nobody will be at work any more
-            native, sequence, source, target, owner = started.operation
-            submission = native.submission(sequence, native.tensors(source, target, owner))
-            self._in_flight.resume(submission)
-            started.settle(submission)
+            left: Submission | Burst
+            if isinstance(started, StartedBurst):
+                left = self._bursts().left_of(started)
+            else:
+                assert isinstance(started, StartedOperation)
+                native, sequence, source, target, owner = started.operation
+                left = native.submission(sequence, native.tensors(source, target, owner))
+            self._in_flight.resume(left)
+            started.settle(left)
         self.shortcut.forget()
         self._known.clear()
         self.prepared = Remembered()  # another one, as a thread may be making what enters the one before
@@ -271,13 +312,11 @@ class AtOnce:
         self._done(prepared.label)
         return outcome
 
-    def _go_on(
-        self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
-    ) -> Submission | None:
+    def _go_on(self, proceed: Callable[[], T | None]) -> T | None:
         """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
         closings = self.shortcut.closings
         self.settle_or_end()
-        left = self._proceed(native, sequence, source, target, owner, result)
+        left = proceed()
         if left is None:  # else the next call takes so long that others sleep, for whom it would be the same then
             self.reopen(closings)
         return left

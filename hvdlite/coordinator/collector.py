@@ -1,10 +1,11 @@
 """Collects what is submitted into bursts, as far as it comes as a frozen plan says.
 
 A submission that does is an address in a list, and no more, appended by native code (csrc/calls/collecting.h) where it
-comes as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. What a plan
-says is a guess here. What does not come true is taken apart into submissions as any other: where another operation
-comes first, where somebody waits for a burst that is not complete, where its rest takes too long, and where the
-coordinator finds that the plan has ended.
+comes as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. A burst of
+few bytes that was done before does not even come here, as long as it comes true: it is one of native code
+(csrc/calls/started_burst.h). What a plan says is a guess. What does not come true is taken apart into submissions as any
+other: where another operation comes first, where somebody waits for a burst that is not complete, where its rest takes
+too long, and where the coordinator finds that the plan has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hvdlite._native import Collecting, Signature
+from hvdlite._native import Collecting, Instant, Shortcut, Signature, StartedBurst
 from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.remembered import Remembered
@@ -50,6 +51,8 @@ class Collector:
         assist: of all futures.
         pace: likewise.
         recipient: of what was collected.
+        shortcut: starts bursts of few bytes.
+        next_look: by then the coordinator thread calls `look`.
         clock: in seconds.
     """
 
@@ -59,6 +62,8 @@ class Collector:
         assist: Callable[[Future], None],
         pace: Pace,
         recipient: Recipient,
+        shortcut: Shortcut,
+        next_look: Instant,
         clock: Callable[[], float],
     ) -> None:
         self._in_flight = in_flight
@@ -66,12 +71,18 @@ class Collector:
         self._pace = pace
         self._recipient = recipient
         self._clock = clock
-        self._since_s = -math.inf  # of what was opened last, or put off
         self._known: Mapping[int, KnownBurst] = {}
         self._signatures: Remembered[Signature] = Remembered()  # by the requests that they make
-        self._open: Burst | None = None
         own = weakref.proxy(self)
-        self.native = Collecting(in_flight.lock, lambda known: own._opens(known), lambda burst: own._complete(burst))
+        self.native = Collecting(
+            in_flight.lock,
+            shortcut,
+            next_look,
+            BURST_S,
+            lambda known: own._opens(known),
+            lambda: own._complete(),
+            lambda: own.take_apart(),
+        )
         """What `take` would do as well, where all of it came before."""
         self.expects_bursts = False
         """Whether `take` may do something."""
@@ -79,7 +90,7 @@ class Collector:
     @property
     def is_open(self) -> bool:
         """Whether a burst is, so that more of it is to come."""
-        return self._open is not None
+        return self.native.is_open
 
     # From user threads.
 
@@ -99,7 +110,7 @@ class Collector:
         """
         self._recipient.settle_started()
         with self._in_flight.lock:
-            burst = self._open or self._begin(request)
+            burst = self._opened() or self._begin(request)
             if burst is None:
                 return None
             expected, number = burst.known.requests, len(burst.parts)
@@ -111,39 +122,58 @@ class Collector:
                 expected[number] = request  # an equal one has come over the wire
             burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
         if number + 1 == len(expected):
-            self._complete(burst)
+            self._complete()
         return burst, number
 
-    def _complete(self, burst: Burst) -> None:
-        """All of it is there."""
+    def _complete(self) -> None:
+        """Perhaps all of it is there; another thread may have taken it apart."""
         with self._in_flight.lock:
-            if self._open is not burst:  # another thread has taken it apart
+            burst = self._opened()
+            if burst is None or len(burst.parts) < len(burst.known.requests):
                 return
-            self.native.end()
+            self.native.stop()
             self._recipient.take_over((burst,), background=False)
-            self._open, burst.is_open = None, False
+            self.native.end()
+            burst.is_open = False
         self._recipient.begin(burst)
+
+    def _opened(self) -> Burst | None:
+        """With the lock of what is in flight: the burst that is open, which is no longer one of native code then."""
+        self.native.adopt(self._adopted)
+        burst: Burst | None = self.native.burst
+        return burst
+
+    def _adopted(self, started: StartedBurst) -> Burst:
+        has_waited = self._pace.has_waited
+        is_set, has_waited.is_set = has_waited.is_set, started.was_waited_before
+        burst = self._made(started.known, started.since_ns)
+        has_waited.is_set = is_set  # what came after its first operation
+        burst.parts = started.parts
+        return burst
+
+    def _made(self, known: KnownBurst, since_ns: int) -> Burst:
+        burst = Burst(known, since_ns, self._pace.step(since_ns), self.take_apart)
+        burst.assist, burst.pace = self._assist, self._pace
+        return burst
 
     def _opens(self, known: KnownBurst) -> bool:
         """Begin a burst, if ``known`` comes next; whether it has."""
         self._recipient.settle_started()
         with self._in_flight.lock:
-            return self._open is None and self._begin(known.requests[0]) is not None
+            return not self.is_open and self._begin(known.requests[0]) is not None
 
     def _begin(self, request: Request) -> Burst | None:
         known = self._known.get(self._recipient.position)
         if known is None or known.requests[0] != request or not self._in_flight.has_none_of(known.names):
             return None
-        now_ns = time.monotonic_ns()
-        self._open = burst = Burst(known, now_ns, self._pace.step(now_ns), self.take_apart)
-        burst.assist, burst.pace = self._assist, self._pace
+        burst = self._made(known, time.monotonic_ns())
         self.expect_more()
         self.native.begin(burst, burst.parts, known.signatures)
         return burst
 
     def expect_more(self) -> None:
         """With the lock of what is in flight: something has come, and more does so soon, or `look` in `BURST_S`."""
-        self._since_s = self._clock()
+        self.native.since_s = self._clock()
         self._recipient.look_within(BURST_S)
 
     def learn(self, burst: Burst, number: int, signature: Callable[[], Signature]) -> bool:
@@ -156,20 +186,20 @@ class Collector:
 
     def interrupt(self) -> None:
         """With the lock of what is in flight: something else is submitted next."""
-        burst = self._open
+        burst = self._opened()
         if burst is not None:
-            self.native.end()
+            self.native.stop()
             made = burst.apart()
             if made:
                 self._recipient.take_over(made)
-            self._open = None
+            self.native.end()
 
     def handed_over(self) -> None:
         """With the lock of what is in flight: what is open is about to be queued, and nothing of it a second time.
 
         Until then Ctrl-C leaves it to the next `interrupt`.
         """
-        self._open = None
+        self.native.end()
 
     def take_apart(self) -> None:
         """Somebody waits, so that no more may come before what is there is done."""
@@ -196,13 +226,13 @@ class Collector:
     def patience_s(self) -> float:
         """When to `look` again. Where a burst has just come more may, so that the thread need not be rung for each."""
         left_s = self._left_s
-        return max(0.0, left_s) if self._open is not None or left_s > 0 else math.inf
+        return max(0.0, left_s) if self.is_open or left_s > 0 else math.inf
 
     @property
     def _left_s(self) -> float:
-        return self._since_s + BURST_S - self._clock()
+        return self.native.since_s + BURST_S - self._clock()
 
     def look(self) -> None:
         """Take apart what takes too long."""
-        if self._open is not None and self._left_s <= 0:
+        if self.is_open and self._left_s <= 0:
             self.take_apart()

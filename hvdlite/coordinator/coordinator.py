@@ -103,7 +103,6 @@ class Coordinator:
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
         self.check_open = self._in_flight.check_open
         self.refuse_handler = partial(self._worker.refuse_handler, self._in_flight.is_kept)
-        self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
         self.at_once = AtOnce(
             self._worker,
             self._plan,
@@ -115,6 +114,16 @@ class Coordinator:
             lambda request: own._change_plan(request),
             lambda error: own._end(error),
             lambda: own._owner.check(),
+            lambda: own._small_bursts,
+            clock,
+        )
+        self.collector = Collector(
+            self._in_flight,
+            self._worker.assist,
+            self._pace,
+            own,
+            self.at_once.shortcut,
+            self._worker.next_look,
             clock,
         )
         self._attention = Attention(self._worker, self.at_once.shortcut, self._plan, self._pace, self.collector)
@@ -124,6 +133,9 @@ class Coordinator:
             self._plan,
             owner.recorder,
             self.at_once,
+            self._in_flight,
+            self._pace,
+            self._progress,
             self._queue,
             self._execution.burst_was_done,
             lambda known: own._owner.prepare_burst(known),

@@ -133,6 +133,20 @@ class FrozenPlan:
         self.ready = end
         return True
 
+    def place_of(self, known: KnownBurst) -> int:
+        """In the period, of its first operation."""
+        return known.end - len(known.requests)
+
+    def numbers_in(self, known: KnownBurst) -> list[tuple[int, int]]:
+        """Of its operations, sequence in the first period, and how it grows with each."""
+        return [(number, grows_by) for _, number, grows_by in self._in_burst[self.place_of(known)]]
+
+    def count_burst_done(self, known: KnownBurst, times: int) -> None:
+        """``known`` was done so many times, when it came next and nothing was waited for."""
+        for turns, _, _ in self._in_burst[self.place_of(known)]:
+            turns.offered += times
+        self.done = self.told = self.ready = self.ready + times * len(known.requests)
+
     def _numbers_of(self, request: Request, sequence: int) -> tuple[int, int]:
         """The sequence in the first period of what has come as ``sequence``, and how it grows with each."""
         if sequence == NAMED:

@@ -21,7 +21,7 @@ class InFlight:
     nobody is told of an end while its memory is still written to.
 
     Args:
-        begun: the key of what was submitted as well, but is not here yet.
+        begun: the keys of what was submitted as well, but is not here yet.
 
     Attributes:
         lock: whoever calls a method that says so holds it; others take it themselves.
@@ -29,7 +29,7 @@ class InFlight:
         has_joined: this rank has called join(), which has not returned.
     """
 
-    def __init__(self, begun: Callable[[], Key | None] = lambda: None) -> None:
+    def __init__(self, begun: Callable[[], Collection[Key]] = tuple) -> None:
         self._begun = begun
         self.lock = threading.Lock()
         self.closed: HorovodInternalError | None = None
@@ -79,7 +79,7 @@ class InFlight:
                 "yet"
             )
         self.has_joined = submission.request.departs
-        if submission.key in self._futures or submission.key == self._begun():
+        if submission.key in self._futures or submission.key in self._begun():
             raise DuplicateNameError(
                 f"{submission.request.label} '{submission.label}' was submitted while an operation of that name is "
                 "still in flight; wait for its handle first, or give each operation its own name"
@@ -89,7 +89,7 @@ class InFlight:
     def has_none_of(self, keys: frozenset[Key]) -> bool:
         """With `lock`: whether none of them is in flight, and others may be."""
         is_open = self.closed is None and not self.has_joined
-        return is_open and keys.isdisjoint(self._futures) and self._begun() not in keys
+        return is_open and keys.isdisjoint(self._futures) and keys.isdisjoint(self._begun())
 
     def put(self, keys: Iterable[Key], future: Future) -> None:
         """With `lock`: ``future`` is what stands for ``keys``."""
@@ -108,13 +108,13 @@ class InFlight:
     def _has(self, burst: Burst) -> bool:
         return self._futures.get(next(iter(burst.keys))) is burst
 
-    def resume(self, submission: Submission) -> None:
+    def resume(self, future: Submission | Burst) -> None:
         """What other ranks were told already; it fails if all that was in flight has."""
         with self.lock:
             if self.closed is None:
-                self._futures[submission.key] = submission
+                self.put(future.keys, future)
                 return
-        submission.fail(self.closed)
+        future.fail(self.closed)
 
     def fail(self, key: Key, error: BaseException) -> None:
         """End one that is not being executed."""

@@ -1,22 +1,27 @@
 """Bursts of few bytes: begun by who submits the last operation, and completed by who waits, each in one native call.
 
 Between the two nobody waits for this rank, so its thread sleeps on. To the coordinator such a burst is one that has
-come as any other: whatever is in the way, it goes on from there.
+come as any other: whatever is in the way, it goes on from there. Once it was done so, the shortcut does it without
+Python (csrc/calls/started_burst.h); what that leaves comes here.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
+from hvdlite._native import StartedBurst
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
+from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.messages import Notice
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, PreparedBurst, outcome_at, outcome_of
+from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
 from hvdlite.recorder import Recorder
@@ -42,6 +47,9 @@ class SmallBursts:
         plan: PlanMember,
         recorder: Recorder,
         at_once: AtOnce,
+        in_flight: InFlight,
+        pace: Pace,
+        progress: Progress,
         queue: deque[Submission | Burst | Notice],
         was_done: Callable[[Burst], None],
         prepare: Callable[[KnownBurst], PreparedBurst | None],
@@ -53,6 +61,9 @@ class SmallBursts:
         self._plan = plan
         self._recorder = recorder
         self._at_once = at_once
+        self._in_flight = in_flight
+        self._pace = pace
+        self._progress = progress
         self._queue = queue
         self._was_done = was_done
         self._prepare = prepare
@@ -104,6 +115,45 @@ class SmallBursts:
         queue.popleft()
         return True
 
+    def count_done(self, plan: FrozenPlan, known: KnownBurst, times: int) -> None:
+        """See `hvdlite.coordinator.at_once.Bursts`."""
+        plan.count_burst_done(known, times)
+        prepared = self._prepared.get(known)
+        assert prepared is not None
+        prepared.count_done(times)
+        progress, count = self._progress, times * len(known.requests)
+        progress.submissions += count
+        progress.counted += count
+        progress.batches += times
+        self._pace.last_label = known.label
+
+    def left_of(self, started: StartedBurst) -> Burst:
+        """See `hvdlite.coordinator.at_once.Bursts`."""
+        pause_s = math.inf if started.was_waited_before else 0.0
+        burst = Burst(started.known, started.since_ns, pause_s, lambda: None)
+        burst.parts, burst.is_open = started.parts, False
+        burst.assist, burst.pace = self._worker.assist, self._pace
+        self._progress.submissions += len(burst.parts)
+        self._pace.last_label = burst.label
+        return burst
+
+    def go_on(self, started: StartedBurst, result: int) -> Burst | None:
+        """See `hvdlite.coordinator.at_once.Bursts`."""
+        try:  # others know that this rank is ready, so it has to be counted
+            burst, plan, prepared = self.left_of(started), self._plan.free, self._prepared.get(started.known)
+            assert plan is not None and prepared is not None
+            self._last = burst
+            self._in_flight.resume(burst)
+            assert plan.offer_burst(burst), burst.label
+            plan.told = plan.ready
+            self._plan.moved(self._clock())
+            burst.complete = self._complete
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._do_second(burst, waits=False, result=result)
+        return None if burst.has_succeeded else burst
+
     def settle(self) -> None:
         """Complete what was started, if all ranks are about to."""
         if self._last is not None and not self._last.is_done:
@@ -120,8 +170,8 @@ class SmallBursts:
         if has_rung and burst.is_done:
             self._worker.see_to_the_rest()
 
-    def _do_second(self, burst: Burst, *, waits: bool) -> None:
-        """The second phase, if it comes next. By who is at work."""
+    def _do_second(self, burst: Burst, *, waits: bool, result: int | None = None) -> None:
+        """The second phase, if it comes next, or what it has come to, if that was a ``result``. By who is at work."""
         plan, number, prepared = self._plan.free, self._plan.number, self._prepared.get(burst.known)
         if plan is None or prepared is None or not plan.has_only(burst):
             return
@@ -129,7 +179,7 @@ class SmallBursts:
             return
         closings = self._at_once.shortcut.closings
         try:
-            outcome = self._outcome(prepared, waits)
+            outcome = self._outcome(prepared, waits, result)
             if outcome is not _NOT_YET:
                 self._take(plan, burst, prepared)
         except BaseException as error:
@@ -140,9 +190,10 @@ class SmallBursts:
         if outcome is not _NOT_YET:
             self._at_once.reopen(closings)
 
-    def _outcome(self, prepared: PreparedBurst, waits: bool) -> Outcome:
+    def _outcome(self, prepared: PreparedBurst, waits: bool, result: int | None) -> Outcome:
         direct = prepared.direct
-        result = direct.complete(self._worker.heard) if waits else direct.complete_now()
+        if result is None:
+            result = direct.complete(self._worker.heard) if waits else direct.complete_now()
         outcome = outcome_of(result)
         return outcome_of(prepared.resume(result)) if outcome is Outcome.FAILED else outcome
 
@@ -162,8 +213,15 @@ class SmallBursts:
 
     def _take(self, plan: FrozenPlan, burst: Burst, prepared: PreparedBurst) -> None:
         """It is done; perhaps once more, where an interrupt has come."""
+        self._show(plan, burst.known, prepared)
         for batch in self._plan.due(plan.ready, self._clock()):
             assert batch is burst, batch
         if not burst.is_done:
             self._was_done(burst)
             prepared.count_done(1)
+
+    def _show(self, plan: FrozenPlan, known: KnownBurst, prepared: PreparedBurst) -> None:
+        """The shortcut what it can start from now on."""
+        shortcut, place, signatures = self._at_once.shortcut, plan.place_of(known), known.signatures
+        if signatures.are_known and not shortcut.knows(place, known):
+            shortcut.learn_burst(place, known, prepared, prepared.direct, signatures, plan.numbers_in(known))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar
 
+from hvdlite._native import Instant
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.submission import Future
 from hvdlite.thread_shortage import thread_shortage_told
@@ -72,7 +73,8 @@ class Worker:
         """Held by whoever is."""
         self.heard = 0
         """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
-        self._looks_at_s = math.inf  # when the thread will have slept enough, if it sleeps
+        self.next_look = Instant(math.inf)
+        """When the thread will have slept enough, if it sleeps."""
         self._name = name
         self._thread: threading.Thread | None = None  # one that never starts would keep this, and what it refers to
 
@@ -188,7 +190,7 @@ class Worker:
 
     def looks_within(self, seconds: float) -> bool:
         """Whether the thread is sure to look at all there is by then. From any thread."""
-        return time.monotonic() + seconds >= self._looks_at_s
+        return time.monotonic() + seconds >= self.next_look.at_s
 
     @property
     def _is_unfinished(self) -> bool:
@@ -197,7 +199,7 @@ class Worker:
         if work.has_ended or work.has_news:
             return True
         patience_s = work.patience_s()
-        return patience_s < self._idle_s and time.monotonic() + patience_s < self._looks_at_s
+        return patience_s < self._idle_s and time.monotonic() + patience_s < self.next_look.at_s
 
     def _run(self) -> None:
         page, work = self._page, self._work
@@ -207,9 +209,9 @@ class Worker:
                     return
                 rings = self.heard = page.rings()
                 busy = work.cycle() or work.look(rings)
-                self._looks_at_s = math.inf  # what comes after the next line is not looked at
+                self.next_look.at_s = math.inf  # what comes after the next line is not looked at
                 patience_s = min(work.patience_s(), self._idle_s)
-                self._looks_at_s = time.monotonic() + patience_s
+                self.next_look.at_s = time.monotonic() + patience_s
             if not busy and not work.has_ended:
                 page.sleep(rings, patience_s)
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.compiler import disable, is_dynamo_compiling
 
-from hvdlite._native import Started
+from hvdlite._native import StartedBurst, StartedOperation
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.request import title_of
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
@@ -103,7 +103,9 @@ class HandleInBurst(Handle[torch.Tensor]):
 
     __slots__ = ("_burst", "_name", "_number")
 
-    def __init__(self, recorder: Recorder, burst: Burst, number: int, result: torch.Tensor, name: str | None) -> None:
+    def __init__(
+        self, recorder: Recorder, burst: Burst | StartedBurst, number: int, result: torch.Tensor, name: str | None
+    ) -> None:
         self._burst = burst
         self._number = number
         self._recorder = recorder
@@ -145,7 +147,7 @@ class StartedHandle(Handle[torch.Tensor]):
 
     __slots__ = ("_name",)
 
-    def __init__(self, recorder: Recorder, started: Started, result: torch.Tensor, name: str | None) -> None:
+    def __init__(self, recorder: Recorder, started: StartedOperation, result: torch.Tensor, name: str | None) -> None:
         self._pending = started
         self._recorder = recorder
         self._name = name
@@ -167,7 +169,7 @@ class StartedHandle(Handle[torch.Tensor]):
 class _PartOfBurst:
     """A `Pending`."""
 
-    def __init__(self, burst: Burst, number: int) -> None:
+    def __init__(self, burst: Burst | StartedBurst, number: int) -> None:
         self.poll = partial(burst.poll, number)
         self.wait = partial(burst.wait, number)
 

@@ -92,7 +92,7 @@ def test_who_waits_does_it_and_the_thread_watches_the_gpu(gpus: SimulatedGpus, m
         hvd.allreduce_(tensor, name="watched")
     gpus.cuda.synchronize(gpus.stream)
     monkeypatch.setattr(world.coordinator._worker, "_idle_s", math.inf)
-    assert soon(lambda: not world.is_under_way and world.coordinator._worker._looks_at_s == math.inf)
+    assert soon(lambda: not world.is_under_way and world.coordinator._worker.next_look.at_s == math.inf)
     watched, queued = threading.Event(), []
     monkeypatch.setattr(world, "watch", watched.set)
     monkeypatch.setattr(world.coordinator, "submit", lambda *_, **__: queued.append(True))

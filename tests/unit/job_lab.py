@@ -143,7 +143,7 @@ class Job:
         if coordinator.collector.expects_bursts and self.lab.random.random() < self._collected:
             count = None if made.sequence == NAMED else lambda label: made.sequence
             address = address_of(made.request)
-            burst = coordinator.collector._open
+            burst = coordinator.collector.native.burst
             place = len(burst.parts) if burst is not None else 0
             try:
                 taken = coordinator.collector.take(made.request, address, address, None, count)

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from coordinator_lab import Lab, submission
+from hvdlite._native import Instant
 from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
@@ -77,7 +78,7 @@ def test_nobody_is_woken_for_what_is_always_waited_for_soon() -> None:
     lab = Lab([(0, 1)], 0)
     Job(lab).freeze([("A", 4), ("|", 0)])
     page, rank = lab.pages[0], lab.ranks[0]
-    rank._worker._looks_at_s = 0.0  # as if the thread had something to look for
+    rank._worker.next_look.at_s = 0.0  # as if the thread had something to look for
     rings = []
     for turn in range(6):
         both = [submission("A", kind="broadcast") for _ in lab.ranks]
@@ -203,7 +204,10 @@ class Recipient:
     position = 0
 
     def __init__(self) -> None:
-        self.collector = Collector(InFlight(), lambda future: None, Pace(), self, lambda: 0.0)
+        shortcut = Lab([(0,)], 0).ranks[0].at_once.shortcut
+        self.collector = Collector(
+            InFlight(), lambda future: None, Pace(), self, shortcut, Instant(0.0), lambda: 0.0
+        )
         self.queue: list[Future] = []
 
     def settle_started(self) -> None:

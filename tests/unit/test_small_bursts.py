@@ -56,7 +56,7 @@ def collect(job: Job, rank: int, place: int = -1) -> tuple[bool, list[Any]]:
         handles += job.begin(rank, submission(name, numel), waits=False)
     last = partial(job.begin, rank, submission("c", 4), waits=False)
     has_come, made = interrupted(place, BEGINNING, last)
-    burst = coordinator.collector._open or handles[0]._burst
+    burst = coordinator.collector.native.burst or handles[0]._burst
     if made is None and len(burst.parts) < 3 and not burst.is_done:  # it was not submitted
         made = job.begin(rank, submission("c", 4), waits=False)
     return has_come, [*handles, *(made or [])]
