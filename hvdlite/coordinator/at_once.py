@@ -194,7 +194,8 @@ class AtOnce:
         """What is not in flight, as it is being done by a caller, or was started. Once the shortcut is closed."""
         started = self.shortcut.unsettled
         if isinstance(started, StartedBurst):
-            return [(request.name, part[2]) for request, part in zip(started.known.requests, started.parts, strict=True)]
+            parts = zip(started.known.requests, started.parts, strict=True)
+            return [(request.name, sequence) for request, (_, _, sequence, _) in parts]
         under_way = self.shortcut.under_way
         if isinstance(started, StartedOperation):
             under_way = started.operation[:2]

@@ -2,10 +2,10 @@
 
 A submission that does is an address in a list, and no more, appended by native code (csrc/calls/collecting.h) where it
 comes as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. A burst of
-few bytes that was done before does not even come here, as long as it comes true: it is one of native code
-(csrc/calls/started_burst.h). What a plan says is a guess. What does not come true is taken apart into submissions as any
-other: where another operation comes first, where somebody waits for a burst that is not complete, where its rest takes
-too long, and where the coordinator finds that the plan has ended.
+few bytes that was done before is one of native code alone (csrc/calls/started_burst.h) while it comes true. What a plan
+says is a guess. What does not come true is taken apart into submissions as any other: where another operation comes
+first, where somebody waits for a burst that is not complete, where its rest takes too long, and where the coordinator
+finds that the plan has ended.
 """
 
 from __future__ import annotations

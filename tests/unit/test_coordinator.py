@@ -205,9 +205,7 @@ class Recipient:
 
     def __init__(self) -> None:
         shortcut = Lab([(0,)], 0).ranks[0].at_once.shortcut
-        self.collector = Collector(
-            InFlight(), lambda future: None, Pace(), self, shortcut, Instant(0.0), lambda: 0.0
-        )
+        self.collector = Collector(InFlight(), lambda future: None, Pace(), self, shortcut, Instant(0.0), lambda: 0.0)
         self.queue: list[Future] = []
 
     def settle_started(self) -> None:
