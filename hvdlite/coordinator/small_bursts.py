@@ -100,6 +100,7 @@ class SmallBursts:
             prepared.direct.start(sources, targets, self._plan.number, plan.ready)
             plan.told = plan.ready
             burst.complete = self._complete
+            self._show(plan, burst.known, prepared)
         except BaseException:
             self._worker.wake()  # the thread does it
             raise
@@ -213,7 +214,6 @@ class SmallBursts:
 
     def _take(self, plan: FrozenPlan, burst: Burst, prepared: PreparedBurst) -> None:
         """It is done; perhaps once more, where an interrupt has come."""
-        self._show(plan, burst.known, prepared)
         for batch in self._plan.due(plan.ready, self._clock()):
             assert batch is burst, batch
         if not burst.is_done:

@@ -10,7 +10,7 @@ import torch
 
 import hvdlite.torch as hvd
 from harness_ranks import harness_ranks
-from hvdlite.coordinator.burst import Burst
+from hvdlite._native import StartedBurst
 from hvdlite.torch.handle import HandleInBurst, StartedHandle
 
 WORLD = harness_ranks()
@@ -42,11 +42,9 @@ class Sum:
 
     @property
     def is_started(self) -> bool:
-        handle = self.handle
         if self.is_in_burst:
-            burst: Burst = handle._burst
-            return burst.complete is not None
-        return isinstance(handle, StartedHandle)
+            return isinstance(self.handle._burst, StartedBurst)
+        return isinstance(self.handle, StartedHandle)
 
     @property
     def is_in_burst(self) -> bool:
