@@ -17,6 +17,7 @@ from hvdlite import environment, launched
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError, RankFailedError, StartupError, is_known_everywhere
 from hvdlite.links.interfaces import select
+from hvdlite.naps import Patience
 from hvdlite.remote_call import CallServer, Outcome, pack
 
 _DRAIN_S = 5.0  # how long output may come after the job has ended; a process that a rank left behind holds the pipe
@@ -130,15 +131,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
     for thread in (*pumps, watch):
         thread.start()
     try:
-        try:
-            return child.wait(config.start_timeout_s)
-        except subprocess.TimeoutExpired:
+        if not Patience(config.start_timeout_s).wait_for(lambda most_s: _has_ended(child, most_s)):
             missing = sorted(set(range(ranks)) - server.seen())
             if missing:
                 raise StartupError(
                     f"hvdlite.run: {_ranks(missing)} did not start within {config.start_timeout_s:g} s; if the start "
                     "is only slow, raise HVDLITE_START_TIMEOUT (seconds)"
-                ) from None
+                )
         return child.wait()
     finally:
         if child.returncode is None:
@@ -147,6 +146,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
         over.set()
         for pump in pumps:
             pump.join(_DRAIN_S)
+
+
+def _has_ended(child: subprocess.Popen[bytes], most_s: float) -> bool:
+    """Within ``most_s``."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(most_s)
+    return child.returncode is not None
 
 
 def _end_after_failure(

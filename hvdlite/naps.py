@@ -1,4 +1,4 @@
-"""Waits that leave the core to others: naps that grow while nothing happens."""
+"""Waits: naps that grow while nothing happens, and limits for which only time counts in which this process runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,54 @@ LONGEST_NAP_S = 100e-6  # while data moves
 _MOVING_S = 0.05  # a wait that lasts longer is for somebody who is late, not for data
 _IDLE_NAP_S = 2e-3
 _CHECK_S = 10e-3  # between two looks at whether the job has failed
+_LOOK_S = 0.5  # at whether this process was stopped
+
+
+class RunClock:
+    """The monotonic clock, but for time in which this process did not run: stopped or suspended, perhaps with its job.
+
+    Args:
+        interval_s: the most between two calls of `now_s` while it runs.
+
+    Attributes:
+        slept_s: the last time that it did not run for long.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.slept_s = 0.0
+        self._interval_s = interval_s
+        self._looked_s = time.monotonic()
+        self._missed_s = 0.0
+
+    def now_s(self) -> float:
+        now_s = time.monotonic()
+        slept_s = now_s - self._looked_s - self._interval_s
+        if slept_s > self._interval_s:
+            self.slept_s = slept_s
+            self._missed_s += slept_s
+        self._looked_s = now_s
+        return now_s - self._missed_s
+
+
+class Patience:
+    """For one wait, or several: ``left_s`` in all, of which only time counts in which this process waits and runs."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+
+    def wait_for(self, is_done: Callable[[float], object]) -> bool:
+        """Whether ``is_done`` is true in time; it is called again and again with the most seconds that it may take."""
+        clock = RunClock(_LOOK_S)
+        until_s = clock.now_s() + self.left_s
+        try:
+            while True:
+                left_s = max(0.0, until_s - clock.now_s())
+                if is_done(min(left_s, _LOOK_S)):
+                    return True
+                if left_s == 0.0:
+                    return False
+        finally:
+            self.left_s = max(0.0, until_s - clock.now_s())
 
 
 def growing_pause_s(first_s: float, longest_s: float, times: int) -> float:

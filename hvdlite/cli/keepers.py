@@ -25,13 +25,16 @@ from hvdlite.links.interfaces import select
 from hvdlite.links.proof import Secret, new_key
 from hvdlite.links.reception import Reception, listen_at
 from hvdlite.links.wire import read_exactly
+from hvdlite.naps import RunClock
 from hvdlite.processes import is_stopped
 from hvdlite.recovery.keeper import CALL, MESSAGE, OF_RANKS, TO_HEAD, Word, notice_silence
 from hvdlite.recovery.second_copy import SecondCopy
 
 _ANSWER_S = 3.0
 _END_S = 2.0
-_LOOK_S = 0.2  # at whether this process is stopped
+_LOOK_S = 0.2  # at whether this process is to end
+LOOK_S = 1.0
+"""Between two looks at the keepers while ranks run."""
 _STOPPED_S = 5.0  # of a keeper; ranks wait for its answer for longer
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 _AGENT_OPTIONS = ("plm_ssh_agent", "plm_rsh_agent", "launcher-exec")
@@ -61,7 +64,7 @@ class _Keeper:
         answered: how many messages have come.
         takes: whether it is to take the second copy, and has not said that it has.
         copies: its connection for second copies, if it has one.
-        stopped_s: since when its process here is stopped, by the monotonic clock.
+        stopped_s: since when its process here is stopped, by a clock that stands still with this process.
     """
 
     host: str
@@ -155,7 +158,7 @@ class Keepers:
         self._living: dict[str, _Keeper] = {}
         self._lost_s: dict[str, float] = {}  # when hosts lost theirs, by the monotonic clock
         self._copy = SecondCopy()
-        self._looked_s = -math.inf  # at which keepers are stopped
+        self._clock = RunClock(LOOK_S)  # by which keepers are stopped
         self._reception = Reception(listeners, Secret(self._key, TO_HEAD, CALL.size), self._admit)
 
     @property
@@ -264,19 +267,16 @@ class Keepers:
                 self._copy.drop()
             self.tell(Word.PING)
 
-    def kill_stopped(self, every_s: float) -> None:
-        """Kill those that have been stopped for a while, to be replaced; called every ``every_s`` while ranks run.
+    def kill_stopped(self) -> None:
+        """Kill those that have been stopped for a while, to be replaced; called every `LOOK_S` while ranks run.
 
         What ranks tell them at their end would not be heard: ranks that have succeeded would pass for failed.
         """
-        now_s = time.monotonic()
-        was_stopped = now_s - self._looked_s > 2 * every_s  # this process, as perhaps all were
-        self._looked_s = now_s
+        now_s = self._clock.now_s()
         with self._changed:
             started = list(self._started.values())
         for keeper in started:
-            since_s = min(now_s, math.inf if was_stopped else keeper.stopped_s)
-            keeper.stopped_s = since_s if is_stopped(keeper.child.pid) else math.inf
+            keeper.stopped_s = min(now_s, keeper.stopped_s) if is_stopped(keeper.child.pid) else math.inf
             if now_s - keeper.stopped_s >= _STOPPED_S:
                 say(f"the keeper of {keeper.host} is stopped, and is replaced")
                 self._forget(keeper)

@@ -16,7 +16,7 @@ from hvdlite.cli.children import Stops
 from hvdlite.cli.discovery import Discovery, IsOver
 from hvdlite.cli.host_choice import Avoided, choose
 from hvdlite.cli.job import Host
-from hvdlite.cli.keepers import Keepers, OnWord
+from hvdlite.cli.keepers import LOOK_S, Keepers, OnWord
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.say import say
 from hvdlite.counted import counted
@@ -25,7 +25,6 @@ from hvdlite.naps import growing_pause_s
 from hvdlite.recovery.keeper import Word
 from hvdlite.recovery.membership import ADDED, REMOVED
 
-_LOOK_S = 1.0
 _FRESH_S = 3.0  # for hosts that are newer than those that are known
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 _FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
@@ -156,7 +155,7 @@ class KeptJob:
                     )
                     discovery.start()
                     waits = True
-                self._sleep(_LOOK_S, stops)
+                self._sleep(LOOK_S, stops)
                 self._avoid(keepers.ask())
 
     def _choose(self, keepers: Keepers) -> list[Host]:
@@ -223,8 +222,8 @@ class KeptJob:
         and where none can on one while they start: nobody else notices, as they have no heartbeats yet or any more.
         """
         self._unreached.clear()
-        while not is_over.wait(_LOOK_S):
-            keepers.kill_stopped(_LOOK_S)
+        while not is_over.wait(LOOK_S):
+            keepers.kill_stopped()
             names = {host.name for host in chosen}
             has_room = sum(host.slots for host in chosen) < self._limits.most
             welcome = [host for host in self._hosts if has_room or host.name in names]

@@ -25,6 +25,7 @@ from hvdlite.distributed.steps import OptimizerSteps
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
+from hvdlite.naps import Patience
 from hvdlite.start.rendezvous import GROUP_LIMIT, START_LIMIT, MissingError, RendezvousRanks, read
 from hvdlite.start.torch_store import InGivenStore
 from hvdlite.world import World
@@ -56,7 +57,7 @@ def _stay(options: Any, missing: Sequence[int] = ()) -> None:
     ranks = _ranks(options)
     came = [rank for rank in ranks if rank not in missing]
     with suppress(StartupError):
-        _place(options.store).gather("hvdlite/failed", came, ranks[options.group_rank], b"-", _FAREWELL_S)
+        _place(options.store).gather("hvdlite/failed", came, ranks[options.group_rank], b"-", Patience(_FAREWELL_S))
 
 
 def _ranks(options: Any) -> list[int]:
@@ -162,7 +163,7 @@ def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: flo
 
     def gather(key: str, told: _Where) -> list[_Where]:
         try:
-            return read(users.gather(f"hvdlite/{turn}/{key}", ranks, own, plain.dumps(told), timeout_s))
+            return read(users.gather(f"hvdlite/{turn}/{key}", ranks, own, plain.dumps(told), Patience(timeout_s)))
         except MissingError as error:
             raise MissingError(f"rank {own} has waited in {waits_in}, but {error}", error.missing) from None
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from hvdlite.errors import StartupError
 from hvdlite.job_timeline import begun_timeline
+from hvdlite.naps import Patience
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.start.rendezvous import Place
 from hvdlite.world import World
@@ -54,4 +55,5 @@ class GroupTimeline:
         return parts if self._topology.rank == 0 else None
 
     def _gathered(self, what: str, ranks: Sequence[int], data: bytes) -> list[bytes]:
-        return self._place.gather(f"{self._key}/{what}", ranks, self._topology.rank, data, self._patience_s)
+        patience = Patience(self._patience_s)
+        return self._place.gather(f"{self._key}/{what}", ranks, self._topology.rank, data, patience)

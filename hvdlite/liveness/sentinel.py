@@ -21,7 +21,6 @@ import os
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from hvdlite.liveness.sentinel_messages import (
     tellable,
     written,
 )
+from hvdlite.naps import RunClock
 from hvdlite.processes import end_of
 from hvdlite.thread_shortage import thread_shortage_told
 
@@ -87,8 +87,8 @@ class Sentinel:
         self._lock = threading.Lock()  # the first failure wins
         self._launcher = launcher
         self._launcher_end = None if launcher is None else end_of(launcher.pid)
-        self._slept_s = 0.0  # the last time that this process did not run for long
-        now = time.monotonic()
+        self._clock = RunClock(self._interval_s)  # what this process sleeps through is no neighbour's silence
+        now = self._clock.now_s()
         self._neighbours = [_Neighbour(index, *link, now) for index, link in enumerate(links)]
         self._wake, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name=f"hvdlite-sentinel-{rank}", daemon=True)
@@ -140,7 +140,6 @@ class Sentinel:
             self._launcher_end = None
 
     def _watch(self) -> None:
-        looked_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, self._wake)
             if self._launcher_end is not None:
@@ -149,7 +148,6 @@ class Sentinel:
                 selector.register(neighbour.link, selectors.EVENT_READ, neighbour)
             while True:
                 events = selector.select(self._interval_s)
-                looked_s = self._note_sleep(looked_s)
                 for key, _ in events:
                     if key.data is self._wake:
                         return
@@ -160,18 +158,9 @@ class Sentinel:
                         selector.unregister(key.data.link)
                 self._look_for_silence()
 
-    def _note_sleep(self, looked_s: float) -> float:
-        """Returns the time. What this process has slept through, stopped or suspended, is no neighbour's silence."""
-        now = time.monotonic()
-        slept_s = now - looked_s - self._interval_s
-        if slept_s > self._interval_s:
-            self._slept_s = slept_s
-            for neighbour in self._neighbours:
-                neighbour.heard_s += slept_s
-        return now
-
     def _hear(self, neighbour: _Neighbour) -> bool:
         """Read what a neighbour said; False once there is nothing more to hear from it."""
+        neighbour.heard_s = self._clock.now_s()
         try:
             data = neighbour.link.recv(1 << 16)
         except OSError:
@@ -180,7 +169,6 @@ class Sentinel:
             if not neighbour.said_goodbye:
                 self._spread(self._death_of(neighbour), neighbour)
             return False
-        neighbour.heard_s = time.monotonic()
         try:
             for body in neighbour.inbox.feed(data):
                 if body != HEARTBEAT:
@@ -195,11 +183,11 @@ class Sentinel:
         return True
 
     def _death_of(self, neighbour: _Neighbour) -> Failed:
-        if self._slept_s > self._timeout_s:  # they have given this rank up, and ended
+        if self._clock.slept_s > self._timeout_s:  # they have given this rank up, and ended
             return Failed(
                 self._rank,
-                f"rank {self._rank} (pid {os.getpid()}) did not run for {self._slept_s:.0f} s, stopped or suspended, "
-                "which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile.",
+                f"rank {self._rank} (pid {os.getpid()}) did not run for {self._clock.slept_s:.0f} s, stopped or "
+                "suspended, which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile.",
             )
         if neighbour.has_finished:
             return Failed(
@@ -225,7 +213,7 @@ class Sentinel:
             self._spread(message, neighbour)
 
     def _look_for_silence(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now_s()
         for neighbour in self._neighbours:
             silent_s = now - neighbour.heard_s
             if silent_s > self._timeout_s and not neighbour.said_goodbye:

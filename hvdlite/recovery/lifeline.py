@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.naps import Patience
 from hvdlite.start.rendezvous import MissingError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _NAP_S = 0.5e-3
 _ARRIVAL_S = 5.0  # of a message of which the beginning is there
+_ANSWER_S = 1.0  # for the first rank to say who has not come
 
 
 class GoneError(Exception):
@@ -80,13 +82,13 @@ class Lifeline:
             self._kept[source, found] = data
         return self._kept.pop((source, key))
 
-    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, patience: Patience) -> list[bytes]:
         """See `hvdlite.start.rendezvous.Place`; the first of ``ranks`` collects, and tells the others."""
-        until_s = time.monotonic() + timeout_s
         if rank != ranks[0]:
             self.send(ranks[0], key, data)
-            return self._collected(ranks[0], key, until_s, timeout_s)
-        found, gone = self._collect(ranks, key, data, until_s)
+            return self._collected(ranks[0], key, patience)
+        timeout_s = patience.left_s
+        found, gone = self._collect(ranks, key, data, patience)
         error: MissingError | None = None
         if gone:
             error = MissingError.of(gone, "ended meanwhile")
@@ -100,14 +102,16 @@ class Lifeline:
         return [found[other] for other in ranks]
 
     def _collect(
-        self, ranks: Sequence[int], key: str, data: bytes, until_s: float
+        self, ranks: Sequence[int], key: str, data: bytes, patience: Patience
     ) -> tuple[dict[int, bytes], list[int]]:
         """What the ranks have sent in time, and those that have died."""
         found = {ranks[0]: data}
         gone: list[int] = []
-        missing = list(ranks[1:])
-        while missing and not gone and time.monotonic() < until_s:
-            for other in missing:
+
+        def is_over(most_s: float) -> bool:
+            for other in ranks[1:]:
+                if other in found:
+                    continue
                 try:
                     arrived = self.receive(other, key)
                 except GoneError:
@@ -115,24 +119,32 @@ class Lifeline:
                     continue
                 if arrived is not None:
                     found[other] = arrived
-            missing = [other for other in missing if other not in found]
-            if missing:
-                time.sleep(_NAP_S)
+            if gone or len(found) == len(ranks):
+                return True
+            time.sleep(min(most_s, _NAP_S))
+            return False
+
+        patience.wait_for(is_over)
         return found, gone
 
-    def _collected(self, first: int, key: str, until_s: float, timeout_s: float) -> list[bytes]:
-        # The first rank says who is late; it is waited for a little longer than the others.
-        until_s += 1.0
-        while True:
+    def _collected(self, first: int, key: str, patience: Patience) -> list[bytes]:
+        answer: bytes | None = None
+
+        def has_come(most_s: float) -> bool:
+            nonlocal answer
             try:
                 answer = self.receive(first, key)
             except GoneError:
                 raise MissingError.of([first], "ended meanwhile") from None
-            if answer is not None:
-                break
-            if time.monotonic() > until_s:
-                raise MissingError.late([first], timeout_s)
-            time.sleep(_NAP_S)
+            if answer is None:
+                time.sleep(min(most_s, _NAP_S))
+            return answer is not None
+
+        timeout_s = patience.left_s
+        # The first rank says who is late; it is waited for a little longer than the others.
+        if not patience.wait_for(has_come) and not Patience(_ANSWER_S).wait_for(has_come):
+            raise MissingError.late([first], timeout_s)
+        assert answer is not None
         told = pickle.loads(answer)
         if isinstance(told, str):
             raise MissingError(told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -24,6 +25,7 @@ from hvdlite.errors import StartupError
 from hvdlite.links.proof import Secret, new_key, prove
 from hvdlite.links.reception import PATIENCE_S, Reception
 from hvdlite.links.wire import SHORTAGES, connect_unix, is_ours, read_exactly
+from hvdlite.naps import Patience
 from hvdlite.recovery.roster import Join
 from hvdlite.start.rendezvous import START_LIMIT, MissingError
 from hvdlite.thread_shortage import NO_THREAD
@@ -155,7 +157,9 @@ class MeetingPoint:
             gathering.left[rank] = data
             gathering.readers += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._gone(gathering) or not gathering.missing, timeout_s)
+            Patience(timeout_s).wait_for(
+                lambda most_s: self._changed.wait_for(lambda: self._gone(gathering) or not gathering.missing, most_s)
+            )
             gathering.readers -= 1
             if gone := self._gone(gathering):
                 raise MissingError.of([gone[0]], self._ended[gone[0]])
@@ -186,12 +190,13 @@ class AtMeetingPoint:
         self._whose = whose
         self._limit = limit
 
-    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, patience: Patience) -> list[bytes]:
         """See `hvdlite.start.rendezvous.Place`."""
         try:
             with connect(self._where) as link:
-                send(link, plain.dumps(Visit(key, tuple(ranks), rank, timeout_s, data, self._limit)))
-                link.settimeout(timeout_s + _ANSWER_S)
+                send(link, plain.dumps(Visit(key, tuple(ranks), rank, patience.left_s, data, self._limit)))
+                patience.wait_for(lambda most_s: _is_readable(link, most_s))
+                link.settimeout(_ANSWER_S)
                 values, complaint = _answer(receive(link))
         except OSError as error:
             raise StartupError(unreachable(error, f"rank {rank}", self._whose)) from error
@@ -259,6 +264,13 @@ def _request(data: bytes) -> Join | Visit:
                 ):
                     return visit
     raise ConnectionError("no rank says that")
+
+
+def _is_readable(link: socket.socket, most_s: float) -> bool:
+    """Once it is, or after ``most_s``."""
+    looked = select.poll()
+    looked.register(link, select.POLLIN)
+    return bool(looked.poll(1000 * most_s))
 
 
 def _answer(data: bytes) -> tuple[list[bytes], str]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from hvdlite import plain
 from hvdlite.agreement import check_subset
 from hvdlite.errors import StartupError
+from hvdlite.naps import Patience
 
 START_LIMIT = "HVDLITE_START_TIMEOUT (seconds)"
 GROUP_LIMIT = "the timeout that the process group was given"
@@ -36,14 +36,14 @@ class Wait(NamedTuple):
 class Place(Protocol):
     """Where the processes of a job leave bytes for one another. ``ranks`` and ``rank`` are what the launcher says."""
 
-    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, patience: Patience) -> list[bytes]:
         """The ``data`` of every one of ``ranks``, in their order, once all have come; ``rank`` is this process's.
 
         Args:
             key: used once, by these ranks only.
 
         Raises:
-            MissingError: a rank has ended, or did not come within ``timeout_s``.
+            MissingError: a rank has ended, or did not come before the end of ``patience``.
             StartupError: the place is gone.
         """
 
@@ -87,7 +87,7 @@ class RendezvousRanks:
 
     Args:
         name: what no other ranks at ``place`` are called.
-        timeout_s: how long the ranks may take from here on, where they build a world.
+        timeout_s: how long this process may wait for the others in all, where they build a world.
         waits_in: what errors call the wait.
 
     Attributes:
@@ -113,7 +113,7 @@ class RendezvousRanks:
         self._ranks = tuple(ranks)
         self.timeout_s = timeout_s
         self._waits_in = waits_in
-        self._deadline_s = time.monotonic() + timeout_s
+        self._patience = Patience(timeout_s)
         self._gathered = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
 
@@ -125,10 +125,9 @@ class RendezvousRanks:
         """
         self._gathered += 1
         key = f"{self._name}:{self._gathered}"
-        left_s = max(0.0, self._deadline_s - time.monotonic())
         own = self._ranks[self.rank]
         try:
-            told = self._place.gather(key, self._ranks, own, plain.dumps(value), left_s)
+            told = self._place.gather(key, self._ranks, own, plain.dumps(value), self._patience)
         except MissingError as error:
             raise StartupError(f"rank {own} has waited in {self._waits_in}, but {error}") from None
         return read(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 
 from hvdlite.errors import CollectiveError, HorovodInternalError, StartupError
 from hvdlite.launched import Launched
-from hvdlite.naps import growing_pause_s
+from hvdlite.naps import Patience, growing_pause_s
 from hvdlite.start.rendezvous import START_LIMIT, MissingError
 
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
@@ -42,12 +43,13 @@ class InGivenStore:
         self._limit = limit
         self._obstacle = obstacle
 
-    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, patience: Patience) -> list[bytes]:
         """See `hvdlite.start.rendezvous.Place`."""
         names = {other: f"{key}/{other}" for other in ranks}
+        timeout_s = patience.left_s
         try:
             self._store.set(names[rank], self._proof(names[rank], data) + data)
-            if not self._come(list(names.values()), timeout_s):
+            if not self._come(list(names.values()), patience):
                 missing = [other for other in ranks if not self._store.check([names[other]])]
                 if missing:
                     raise MissingError.late(missing, timeout_s, self._limit)
@@ -59,24 +61,23 @@ class InGivenStore:
                 raise obstacle from None
             raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
 
-    def _come(self, names: list[str], timeout_s: float) -> bool:
-        """Whether all ``names`` are there within ``timeout_s``. Asks for them again and again: no other thread could
-        end torch's own wait when a rank dies, and each of its timeouts writes two warnings."""
-        deadline_s = time.monotonic() + timeout_s
+    def _come(self, names: list[str], patience: Patience) -> bool:
+        """Whether all ``names`` are there in time. Asks for them again and again: no other thread could end torch's own
+        wait when a rank dies, and each of its timeouts writes two warnings."""
         first_s = _FIRST_NAP_S_PER_RANK * len(names)
         longest_s = max(_LONGEST_NAP_S, _LONGEST_NAP_S_PER_RANK * len(names))
-        naps = 0
-        while True:
+        naps = itertools.count()
+
+        def have_come(most_s: float) -> bool:
             obstacle = self._obstacle()  # before a look at the store: a rank may have come, and then left
             if self._store.check(names):
                 return True
             if obstacle is not None:
                 raise obstacle
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(left_s, growing_pause_s(first_s, longest_s, naps)))
-            naps += 1
+            time.sleep(min(most_s, growing_pause_s(first_s, longest_s, next(naps))))
+            return False
+
+        return patience.wait_for(have_come)
 
     def _proof(self, name: str, data: bytes) -> bytes:
         return hmac.digest(self._key, name.encode() + b"\0" + data, "sha256") if self._key else b""

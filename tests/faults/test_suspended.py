@@ -84,9 +84,31 @@ say("started")
 """
 
 
+# The same of all processes of a job without MPI, whose ranks have hvdliterun for a parent, which keeps the time.
+STARTS_WITHOUT_MPI = """
+import subprocess
+from hvdlite.launched import launched_rank
+
+if launched_rank() == 0:
+    job = f"{os.getppid()} $(pgrep -P {os.getppid()})"
+    command = f"exec >/dev/null 2>&1; sleep 1; kill -STOP {job}; sleep 7; kill -CONT {job}"
+    subprocess.Popen(["sh", "-c", command], start_new_session=True)
+else:
+    time.sleep(3)
+hvdlite.init()
+step()
+say("started")
+"""
+
+
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_a_job_that_is_suspended_while_it_starts_goes_on(mpi: str) -> None:
     result = run(STARTS, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi=mpi).check()
+    assert result.stdout.count("started") == 2, result
+
+
+def test_a_job_without_mpi_that_is_suspended_while_it_starts_goes_on() -> None:
+    result = run(STARTS_WITHOUT_MPI, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi="none").check()
     assert result.stdout.count("started") == 2, result
 
 

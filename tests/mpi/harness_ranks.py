@@ -9,6 +9,7 @@ from typing import Any
 from hvdlite import launched
 from hvdlite.config import MEETING_POINT, other_variable
 from hvdlite.launched import Meeting
+from hvdlite.naps import Patience
 from hvdlite.start.meeting_point import AtMeetingPoint
 from hvdlite.start.rendezvous import MissingError, RendezvousRanks
 
@@ -60,7 +61,7 @@ class WithoutMpi:
         self._exchanged += 1
         key, data = f"exchange {self._exchanged}", str(value).encode()
         try:
-            told = self._place.gather(key, range(self.size), self.rank, data, min(patience_s, FOR_EVER_S))
+            told = self._place.gather(key, range(self.size), self.rank, data, Patience(min(patience_s, FOR_EVER_S)))
         except MissingError as error:
             raise TimeoutError from error
         return [int(text) for text in told]

@@ -13,6 +13,7 @@ from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
 from hvdlite.errors import StartupError
 from hvdlite.job_runtime import Runtime
+from hvdlite.naps import Patience
 from hvdlite.recovery.lifeline import Lifeline
 from hvdlite.recovery.surviving_ranks import Medium, SurvivingRanks
 from hvdlite.start.rendezvous import MissingError, RendezvousRanks
@@ -117,7 +118,7 @@ def test_who_does_not_come_is_named(comm: MPI.Intracomm, job: Job) -> None:
     """On every rank that waits, within the time limit."""
     failure = None
     if RANK != SIZE - 1:
-        failure = _missing(lambda: job.lifeline.gather("key", range(SIZE), RANK, b"", 0.3))
+        failure = _missing(lambda: job.lifeline.gather("key", range(SIZE), RANK, b"", Patience(0.3)))
     comm.Barrier()
     agree(comm, None if RANK == SIZE - 1 or f"rank {SIZE - 1} did not come" in str(failure) else str(failure))
 

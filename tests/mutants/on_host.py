@@ -250,8 +250,8 @@ MUTANTS = [
     # Ranks that meet without MPI.
     Mutant(
         "hvdlite/start/meeting_point.py",
-        "lambda: self._gone(gathering) or not gathering.missing",
-        "lambda: not gathering.missing",
+        "lambda: self._gone(gathering) or not gathering.missing, most_s",
+        "lambda: not gathering.missing, most_s",
         "unit/test_rendezvous.py",
     ),
     Mutant(

@@ -51,7 +51,7 @@ class Keepers:
     def review_copy(self) -> None:
         pass
 
-    def kill_stopped(self, every_s: float) -> None:
+    def kill_stopped(self) -> None:
         pass
 
     def begin_start(self, hosts: Iterable[Host]) -> None:
@@ -132,7 +132,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_job, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kept_job, "LOOK_S", 0.02)
     monkeypatch.setattr(discovery, "_EVERY_S", 0.02)
     monkeypatch.setattr(kept_job, "_FIRST_PAUSE_S", 0.02)
 

@@ -26,6 +26,7 @@ from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.links.proof import new_key
+from hvdlite.naps import Patience
 from hvdlite.start.rendezvous import MissingError, RendezvousRanks
 from hvdlite.start.torch_store import InGivenStore
 
@@ -268,10 +269,10 @@ def test_who_cannot_come_any_more_is_not_waited_for() -> None:
     error = RankFailedError(1, "rank 1 died")
     for store in (Store(), Gone()):
         with pytest.raises(RankFailedError) as caught:
-            InGivenStore(store, obstacle=lambda: error).gather("start", range(2), 0, b"mine", 3600.0)
+            InGivenStore(store, obstacle=lambda: error).gather("start", range(2), 0, b"mine", Patience(3600.0))
         assert caught.value is error
     with pytest.raises(StartupError, match="is gone: Broken pipe"):
-        InGivenStore(Gone()).gather("start", range(2), 0, b"mine", 3600.0)
+        InGivenStore(Gone()).gather("start", range(2), 0, b"mine", Patience(3600.0))
 
 
 def test_who_has_come_before_it_left_is_not_missed() -> None:
@@ -281,7 +282,10 @@ def test_who_has_come_before_it_left_is_not_missed() -> None:
         store.set("start/1", b"theirs")  # just after this rank has looked for it
         return MissingError.of([1], "left")
 
-    assert InGivenStore(store, obstacle=obstacle).gather("start", range(2), 0, b"mine", 3600.0) == [b"mine", b"theirs"]
+    assert InGivenStore(store, obstacle=obstacle).gather("start", range(2), 0, b"mine", Patience(3600.0)) == [
+        b"mine",
+        b"theirs",
+    ]
 
 
 TWICE = """

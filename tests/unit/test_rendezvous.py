@@ -18,6 +18,7 @@ from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.links.proof import Caller, Secret, prove
+from hvdlite.naps import Patience
 from hvdlite.recovery import membership
 from hvdlite.recovery.roster import Join
 from hvdlite.start import meeting_point
@@ -93,7 +94,7 @@ def test_keys_of_a_subset_are_short_however_many_it_has() -> None:
     keys: list[str] = []
 
     class Place:
-        def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, patience: Patience) -> list[bytes]:
             keys.append(key)
             return [data] * len(ranks)
 
@@ -115,6 +116,23 @@ def test_who_does_not_come_is_named(point: MeetingPoint) -> None:
     said = on_ranks(point, 4, lambda ranks: ranks.allgather(0) if ranks.rank % 2 == 0 else None, timeout_s=0.3)
     late = "but ranks 1, 3 did not come within 0.3 s; if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds)"
     assert said == [f"rank 0 has waited in hvd.init(), {late}", None, f"rank 2 has waited in hvd.init(), {late}", None]
+
+
+def test_a_wait_that_was_slept_through_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look comes 100 s later than it was to."""
+    now_s = 0.0
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def wait(most_s: float) -> None:
+        nonlocal now_s
+        waits.append(most_s)
+        now_s += most_s + 100.0 * (len(waits) == 2)
+
+    patience = Patience(1.75)
+    assert not patience.wait_for(wait)
+    assert waits == [0.5, 0.5, 0.5, 0.25, 0.0]
+    assert patience.left_s == 0.0
 
 
 def test_who_has_ended_is_waited_for_no_longer(point: MeetingPoint) -> None:
@@ -145,9 +163,9 @@ def test_who_has_ended_after_it_came_is_missed_next_time(point: MeetingPoint) ->
 
 def test_a_rank_that_comes_twice_is_told_so(point: MeetingPoint) -> None:
     gather = at(point).gather
-    assert gather("once", [0], 0, b"first", 1.0) == [b"first"]
+    assert gather("once", [0], 0, b"first", Patience(1.0)) == [b"first"]
     with pytest.raises(StartupError, match="rank 0 has come twice: a program that it has started calls hvd.init"):
-        gather("once", [0], 0, b"second", 1.0)
+        gather("once", [0], 0, b"second", Patience(1.0))
 
 
 def test_another_user_is_not_heard(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +173,7 @@ def test_another_user_is_not_heard(point: MeetingPoint, monkeypatch: pytest.Monk
     with connected(point) as link:
         assert link.recv(1) == b""
     with pytest.raises(StartupError, match=r"belongs to another user\): this process is user 12345's; call hvd.init"):
-        at(point).gather("key", [0], 0, b"", 1.0)
+        at(point).gather("key", [0], 0, b"", Patience(1.0))
 
 
 class Trap:
@@ -173,8 +191,8 @@ def test_nothing_is_unpickled_of_who_does_not_know_the_key(point: MeetingPoint) 
         assert len(answer) == Caller.answer_bytes  # a challenge, which the next bytes do not meet
     name, _, key = point.environment[MEETING_POINT].partition(":")
     with pytest.raises(StartupError, match="does not know the job's key"):
-        AtMeetingPoint(f"{name}:{'0' * len(key)}", "hvdliterun").gather("key", [0], 0, b"", 1.0)
-    assert at(point).gather("key", [0], 0, b"mine", 1.0) == [b"mine"]
+        AtMeetingPoint(f"{name}:{'0' * len(key)}", "hvdliterun").gather("key", [0], 0, b"", Patience(1.0))
+    assert at(point).gather("key", [0], 0, b"mine", Patience(1.0)) == [b"mine"]
 
 
 def connected(point: MeetingPoint) -> socket.socket:
@@ -195,7 +213,7 @@ def test_a_point_that_is_gone() -> None:
     with closing(MeetingPoint()) as point:
         gone = at(point)
     with pytest.raises(StartupError, match="rank 1 cannot reach the hvdliterun that has started it.*namespace"):
-        gone.gather("key", [0, 1], 1, b"", 1.0)
+        gone.gather("key", [0, 1], 1, b"", Patience(1.0))
 
 
 def test_a_rank_of_another_version_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +221,7 @@ def test_a_rank_of_another_version_says_so(point: MeetingPoint, monkeypatch: pyt
     send = meeting_point.send
     monkeypatch.setattr(meeting_point, "send", lambda link, data: send(link, plain.dumps(("key", 0, 1.0))))
     with pytest.raises(StartupError, match=rf"another version of hvdlite than this process \({__version__}\)"):
-        at(point).gather("key", [0], 0, b"", 1.0)
+        at(point).gather("key", [0], 0, b"", Patience(1.0))
 
 
 def test_a_worker_of_another_version_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +240,7 @@ def test_a_rank_without_descriptors_says_so(point: MeetingPoint, monkeypatch: py
 
     monkeypatch.setattr(meeting_point, "connect_unix", short)
     with pytest.raises(StartupError, match=r"Too many open files\): raise the limits on open files"):
-        at(point).gather("key", [0], 0, b"", 1.0)
+        at(point).gather("key", [0], 0, b"", Patience(1.0))
 
 
 def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +254,11 @@ def test_who_finds_no_thread_at_the_point_says_so_and_others_are_heard(point: Me
     with pytest.MonkeyPatch.context() as patch:
         without_threads(patch)
         with pytest.raises(StartupError, match=r"no thread can be started: raise the limit .*ulimit -u"):
-            at(point).gather("key", [0], 0, b"", 1.0)
+            at(point).gather("key", [0], 0, b"", Patience(1.0))
         with connect(point.environment[MEETING_POINT]) as link:
             meeting_point.send(link, plain.dumps(Join(0, None)))
             assert "ulimit -u" in plain.loads(meeting_point.receive(link))
-    assert at(point).gather("key", [0], 0, b"mine", 1.0) == [b"mine"]
+    assert at(point).gather("key", [0], 0, b"mine", Patience(1.0)) == [b"mine"]
 
 
 def test_a_point_that_gets_no_thread_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:

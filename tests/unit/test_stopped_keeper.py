@@ -16,6 +16,7 @@ from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers
 from hvdlite.config import KEEPER
 from hvdlite.links.wire import process_of
+from hvdlite.naps import RunClock
 from hvdlite.processes import is_stopped
 from hvdlite.recovery.keeper import TO_RANKS
 from hvdlite.recovery.safekeeping import Safekeeping
@@ -28,17 +29,18 @@ elsewhere = keeper_lab.elsewhere
 
 def test_a_keeper_that_is_stopped_makes_room_for_another(elsewhere: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where this process was stopped as well, as a whole job is: those that go on later than it do go on."""
-    monkeypatch.setattr(cli.keepers, "_STOPPED_S", 0.2)
+    monkeypatch.setattr(cli.keepers, "_STOPPED_S", 0.3)
+    monkeypatch.setattr(elsewhere, "_clock", RunClock(0.1))
     assert elsewhere.start([HERE]) == []
-    elsewhere.kill_stopped(60.0)
+    elsewhere.kill_stopped()
     (stopped,) = elsewhere.processes
     os.kill(stopped, signal.SIGSTOP)
     wait_for(lambda: is_stopped(stopped))
     for _ in range(2):
-        elsewhere.kill_stopped(0.0)
-        time.sleep(0.3)
+        elsewhere.kill_stopped()
+        time.sleep(0.5)
     assert elsewhere.processes == [stopped]
-    wait_for(lambda: elsewhere.kill_stopped(60.0) or not elsewhere.kept)
+    wait_for(lambda: elsewhere.kill_stopped() or not elsewhere.kept)
     assert elsewhere.start([HERE]) == elsewhere.ask() == []
 
 
