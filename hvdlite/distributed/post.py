@@ -189,7 +189,7 @@ class Post:
             self._hearing.serve()
         for way in [way for way, when_s in self._to_dial.items() if when_s <= now]:
             del self._to_dial[way]
-            self._go(way)
+            self._dial(way)
         if self._left:
             return 0.0
         until_s = min(self._earliest_s, self._hearing.due_s)
@@ -234,29 +234,37 @@ class Post:
 
     def _go(self, way: _Way) -> None:
         """Connect, unless that is under way."""
-        if way in self._dials or way in self._to_dial:
-            return
+        if way not in self._dials and way not in self._to_dial:
+            self._dial(way)
+
+    def _dial(self, way: _Way) -> None:
+        """Call at all addresses, or once more at those where this rank was hung up on."""
         proof = self._entrance.proof if way.is_for_messages else None
         try:
-            dialled = dial(self._doors[way.to], self._rank, is_near=way.to in self._near, proof=proof)
+            if way in self._dials:
+                self._dials[way].call_again()
+            else:
+                dialled = dial(self._doors[way.to], self._rank, is_near=way.to in self._near, proof=proof)
+                self._dials[way] = dialled
+                self._pump.sockets.add(dialled, READ, lambda _: self._look(way))
         except OSError:  # this process is short of descriptors
             self._to_dial[way] = time.monotonic() + SHORTAGE_S
             return
-        self._dials[way] = dialled
-        self._pump.sockets.add(dialled, READ, lambda _: self._look(way))
         self._look(way)
 
     def _look(self, way: _Way) -> None:
         dialled = self._dials[way]
         link = dialled.look(0.0)
+        if link is None and dialled.was_hung_up:
+            self._to_dial.setdefault(way, time.monotonic() + SHORTAGE_S)
+            return
         if link is None and not dialled.is_over:
             return
         del self._dials[way]
+        self._to_dial.pop(way, None)
         self._pump.sockets.forget(dialled)
         dialled.close()
-        if link is None and dialled.was_hung_up:
-            self._to_dial[way] = time.monotonic() + SHORTAGE_S
-        elif way.is_for_messages:
+        if way.is_for_messages:
             self._lose(way.to) if link is None else self._begin_to_send(way.to, link)
         elif link is None:
             self._left.add(way.to)

@@ -76,10 +76,14 @@ class Dial:
         return bool(self._hung_up)
 
     def call_again(self) -> None:
-        """Call those that have hung up once more."""
-        addresses, self._hung_up = self._hung_up, []
-        for address in addresses:
+        """Call those that have hung up once more.
+
+        Raises:
+            OSError: this process cannot have sockets now; those that were not called stay to be called.
+        """
+        for address in tuple(self._hung_up):
             self._call(address)
+            self._hung_up.remove(address)
 
     def fileno(self) -> int:
         return self._selector.fileno()

@@ -224,9 +224,13 @@ def test_strangers_who_say_nothing_or_junk_come_before_the_ranks_and_in_numbers(
         assert all(is_hung_up(link) for link in links[:20])
 
 
+@pytest.mark.parametrize("has_silent_address", [False, True])
 def test_a_rank_that_is_hung_up_on_for_the_sake_of_strangers_calls_again(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, *, has_silent_address: bool
 ) -> None:
+    """Also where another address of the door does not answer."""
+    monkeypatch.setattr(doors_module, "select", lambda spec: [LO])
+    group = Group(is_near=not has_silent_address)
     hear, dropped = Hearing._hear, 0
 
     def drop_first(hearing: Hearing, link: socket.socket) -> None:
@@ -238,9 +242,13 @@ def test_a_rank_that_is_hung_up_on_for_the_sake_of_strangers_calls_again(
             hear(hearing, link)
 
     monkeypatch.setattr(Hearing, "_hear", drop_first)
-    group.begin()
-    group.check_messages()
+    with socket.create_server((HERE, 0)) as silent:
+        if has_silent_address:
+            group.doors = [Door(door.name, (silent.getsockname(), *door.addresses), door.key) for door in group.doors]
+        group.begin()
+        group.check_messages()
     assert dropped > 6
+    group.close()
 
 
 def test_a_stranger_has_a_time_limit(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
