@@ -53,7 +53,7 @@ def test_before_init_and_after_shutdown() -> None:
 
 FORGOTTEN = """
 import sys
-import hvdlite.torch as hvd
+import {library} as hvd
 
 def before(*_):
     print("seen before")
@@ -66,9 +66,16 @@ forgets()
 """
 
 
-@pytest.mark.parametrize("call", ["hvd.size()", "hvd.broadcast_object(1)", "hvd.mpi_threads_supported()"])
-def test_who_forgets_init_sees_his_own_line_last(call: str) -> None:
-    done = start(FORGOTTEN.format(call=call, hook=""))
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [
+        ("hvdlite", "hvd.size()"),
+        ("hvdlite.torch", "hvd.broadcast_object(1)"),
+        ("hvdlite.torch", "hvd.mpi_threads_supported()"),
+    ],
+)
+def test_who_forgets_init_sees_his_own_line_last(library: str, call: str) -> None:
+    done = start(FORGOTTEN.format(library=library, call=call, hook=""))
     assert done.returncode == 1
     first, *frames = done.stderr.splitlines()
     assert "call hvd.init() first" in first
@@ -78,15 +85,16 @@ def test_who_forgets_init_sees_his_own_line_last(call: str) -> None:
 
 def test_a_hook_of_the_program_is_called_where_init_is_forgotten_or_comes_later() -> None:
     hook = "sys.excepthook = before"
-    assert start(FORGOTTEN.format(call="hvd.size()", hook=hook)).stdout == "seen before\n"
+    assert start(FORGOTTEN.format(library="hvdlite", call="hvd.size()", hook=hook)).stdout == "seen before\n"
     late = "try: hvd.size()\n    except ValueError: hvd.init()\n    raise KeyError"
-    assert start(FORGOTTEN.format(call=late, hook=hook)).stdout == "seen before\n"
+    assert start(FORGOTTEN.format(library="hvdlite", call=late, hook=hook)).stdout == "seen before\n"
 
 
 def test_an_error_of_a_thread_shows_the_lines_of_the_program() -> None:
     thread = "threading.Thread(target=lambda: hvd.broadcast(3, 0))"
     call = f"hvd.init()\n    thread = {thread}\n    thread.start()\n    thread.join()"
-    first, message, _, *frames = start(FORGOTTEN.format(call=call, hook="import threading")).stderr.splitlines()
+    program = FORGOTTEN.format(library="hvdlite.torch", call=call, hook="import threading")
+    first, message, _, *frames = start(program).stderr.splitlines()
     assert first.startswith("Exception in thread") and message.startswith("ValueError: broadcast")
     assert [line for line in frames if line.startswith("  File")] == ['  File "<string>", line 10, in <lambda>']
 
