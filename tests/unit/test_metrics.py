@@ -23,8 +23,6 @@ from hvdlite.links.link_watch import LinkRates, Turns, watch
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.metrics_server import MetricsServer
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def samples(text: str) -> dict[str, tuple[dict[str, str], float]]:
     """As Prometheus' own client reads them: (labels, value) by name."""
@@ -130,7 +128,7 @@ hvd.shutdown()
 def run_with_port(program: str) -> subprocess.CompletedProcess[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HVDLITE_METRICS_PORT": port}
+    environ = {**os.environ, "HVDLITE_METRICS_PORT": port}
     command = [sys.executable, "-c", program, port]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
 

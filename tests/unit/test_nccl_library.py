@@ -162,7 +162,7 @@ def test_ranks_on_one_gpu_are_connected_where_nccl_says_that_it_takes_them(
 
 def test_check_build_says_which(tmp_path: Path) -> None:
     library = make(tmp_path / "nccl", 22809)
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "HVDLITE_NCCL_LIBRARY": str(library)}
+    environ = os.environ | {"HVDLITE_NCCL_LIBRARY": str(library)}
     command = [sys.executable, "-m", "hvdlite", "run", "--check-build"]
     said = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
     assert f"  [X] NCCL, between GPUs: 2.28.9, {library}\n" in said
