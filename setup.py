@@ -91,7 +91,8 @@ class BuildNative(build_ext):
                     raise SystemExit(f"\n{sentence}. (The compiler said: {error})") from None
         kernel_image = Path(self.build_temp, "kernel_image.cpp")
         embedding = runpy.run_path("csrc/cuda/embed.py")
-        embedding["embed"](kernel_image, embedding["find_nvcc"]())
+        # What is built for sanitizers is never loaded beside a GPU: 6 s of a processor for code that nothing runs.
+        embedding["embed"](kernel_image, None if sanitizers else embedding["find_nvcc"]())
         for extension in self.extensions:
             extension.sources.append(str(kernel_image))
             if len(os.sched_getaffinity(0)) <= FEW_PROCESSORS:
