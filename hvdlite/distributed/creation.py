@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hvdlite import default_runtime, launched, mpi, plain
-from hvdlite.agreement import Bootstrap
+from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.bootstrap import start_world
 from hvdlite.config import Config
-from hvdlite.distributed.doors import Entrance
+from hvdlite.distributed.doors import Door, Entrance
 from hvdlite.distributed.group_timeline import group_timeline
 from hvdlite.distributed.meeting import machine
 from hvdlite.distributed.membership import Membership
@@ -77,12 +77,9 @@ def _created(options: Any) -> HvdliteProcessGroup:
     bootstrap = None if size == 1 else _meet(options.store, name, rank, ranks, timeout_s, config)
     if bootstrap is not None and bootstrap.comm is not None:
         config = replace(config, collective_timeout_s=_NEVER_S)
-    entrance = Entrance(
-        config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None
-    )
+    entrance, doors = _doors(bootstrap, config, name)
     with ExitStack() as on_failure:
         on_failure.callback(entrance.close)
-        doors = [entrance.door] if bootstrap is None else bootstrap.allgather(entrance.door)
         start = start_world(
             bootstrap,
             config,
@@ -110,6 +107,30 @@ def _created(options: Any) -> HvdliteProcessGroup:
     worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store, create)
+
+
+def _doors(bootstrap: Bootstrap | None, config: Config, name: str) -> tuple[Entrance, list[Door]]:
+    """This rank's entrance, and the doors of all ranks. Collective; all raise if one of them cannot have a door."""
+    own: list[Entrance] = []
+    from_other_nodes = bootstrap is not None and bootstrap.comm is not None
+
+    def door() -> Door:
+        try:
+            own.append(Entrance(config.network_interfaces, from_other_nodes=from_other_nodes))
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen for messages of process group {name} ({error}): raise the limit on open files "
+                "(ulimit -n), or end groups that are not needed any more (dist.destroy_process_group)"
+            ) from error
+        return own[0].door
+
+    try:
+        doors = exchange(bootstrap, door)
+    except BaseException:
+        for entrance in own:
+            entrance.close()
+        raise
+    return own[0], doors
 
 
 def _place(store: Any, ranks: Sequence[int] = (), limit: str = START_LIMIT) -> InGivenStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -130,6 +131,22 @@ def test_groups_of_one_name_in_one_store_differ_in_size(tmp_path: Path) -> None:
                 tensor = torch.ones(1)
                 dist.all_reduce(tensor, group=group)
                 assert tensor[0] == len(ranks)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="a rank alone tells nobody")
+def test_a_rank_without_descriptors_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with process_group():
+        with monkeypatch.context() as patch:
+            if RANK == 1:
+                patch.setattr(doors, "new_key", short)
+            begun_s = time.monotonic()
+            with pytest.raises(StartupError, match=r"Too many open files\): raise the limit on open files"):
+                dist.new_group()
+            assert time.monotonic() - begun_s < 10
+        dist.all_reduce(torch.ones(1), group=dist.new_group())
 
 
 def test_ranks_that_meet_again_have_the_whole_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
