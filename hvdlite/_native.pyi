@@ -514,10 +514,27 @@ class StartedOperation(Started):
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
+class PlannedBurst:
+    """A burst of a plan, which a call of two phases does."""
+
+    known: Any
+    prepared: Any
+
+    def __init__(
+        self,
+        known: object,
+        prepared: object,
+        call: DirectCall,
+        signatures: Signatures,
+        numbers: Sequence[tuple[int, int]],
+    ) -> None:
+        """``known``: what it is to Python. ``prepared``: does it by ``call``. ``numbers``: of each operation, its
+        sequence in the first period, and how it grows with each."""
+
 class StartedBurst(Started):
     """A burst of few bytes, from its first operation on. Source: csrc/calls/started_burst.cpp."""
 
-    known: Any
+    planned: PlannedBurst
     """While it is not settled, like `parts`."""
     parts: list[tuple[int, int, int, object]]
     """Of every operation that was submitted so far: addresses of its input and its output, sequence, owner of both."""
@@ -585,18 +602,10 @@ class Shortcut:
         of the tensor and so many rows; None where it is like the tensor. ``gives``: whether the tensor is what this
         rank contributes; else zeros are. ``unnamed`` gives it the number ``sequence`` in the first period, and one that
         is ``stride`` larger in each one after that."""
-    def learn_burst(
-        self,
-        position: int,
-        known: object,
-        prepared: object,
-        call: DirectCall,
-        signatures: Signatures,
-        numbers: Sequence[tuple[int, int]],
-    ) -> None:
-        """What begins at ``position`` of the period is a burst, which ``call`` of ``prepared`` does in two phases.
-        ``known``: what `take` and `StartedBurst` say it is. ``numbers``: of each operation, as (``sequence``,
-        ``stride``)."""
+    def knows_burst(self, position: int, known: object) -> bool:
+        """Whether a burst of ``known`` begins at ``position``."""
+    def learn_burst(self, position: int, burst: PlannedBurst) -> None:
+        """What begins at ``position`` of the period."""
     def open(self, done: int, heard: int, closings: int) -> None:
         """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since
         there were ``closings``."""
@@ -607,7 +616,7 @@ class Shortcut:
     def forget(self) -> None:
         """Refer to no operation any more."""
     def take(self) -> list[tuple[Any, int]]:
-        """(prepared, how often it was done) since the last time, the one that was done last at the end."""
+        """(prepared, or `PlannedBurst`, and how often it was done) since the last time, the last one at the end."""
     def take_started(self) -> Started | None:
         """What was started last, unless it is settled: who takes it settles it."""
     def function(self, kind: object, new_like: Callable[[Any], Any]) -> Callable[..., Any]:

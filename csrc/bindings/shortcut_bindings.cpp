@@ -146,8 +146,19 @@ void register_shortcut(py::module_& m) {
                              })
       .def("wait", &StartedOperation::wait)
       .def("poll", &StartedOperation::poll);
+  py::class_<PlannedBurst, std::shared_ptr<PlannedBurst>>(m, "PlannedBurst")
+      .def(py::init([](py::object known, py::object prepared, DirectCall& call, std::shared_ptr<Signatures> signatures,
+                       const std::vector<std::pair<std::int64_t, std::int64_t>>& given) {
+             std::vector<PlannedBurst::Number> numbers;
+             for (const auto& [first, stride] : given) numbers.push_back({first, stride});
+             return std::make_shared<PlannedBurst>(
+                 PlannedBurst{std::move(known), std::move(prepared), &call, std::move(signatures), std::move(numbers)});
+           }),
+           "known"_a, "prepared"_a, "call"_a, "signatures"_a, "numbers"_a)
+      .def_readonly("known", &PlannedBurst::known)
+      .def_readonly("prepared", &PlannedBurst::prepared);
   py::class_<StartedBurst, Started, std::shared_ptr<StartedBurst>>(m, "StartedBurst")
-      .def_property_readonly("known", [](const StartedBurst& self) { return self.planned()->known; })
+      .def_property_readonly("planned", &StartedBurst::planned)
       .def_property_readonly("parts", &StartedBurst::parts)
       .def_property_readonly("since_ns", &StartedBurst::since_ns)
       .def_property_readonly("was_waited_before", &StartedBurst::was_waited_before)
@@ -176,16 +187,8 @@ void register_shortcut(py::module_& m) {
           },
           "position"_a, "signature"_a, "prepared"_a, "call"_a, "new_result"_a, "gives"_a, "unnamed"_a, "sequence"_a,
           "stride"_a)
-      .def(
-          "learn_burst",
-          [](Shortcut& self, std::size_t position, py::object known, py::object prepared, DirectCall& call,
-             std::shared_ptr<Signatures> signatures, const std::vector<std::pair<std::int64_t, std::int64_t>>& given) {
-            std::vector<PlannedBurst::Number> numbers;
-            for (const auto& [first, stride] : given) numbers.push_back({first, stride});
-            self.learn_burst(position,
-                             {std::move(known), std::move(prepared), &call, std::move(signatures), std::move(numbers)});
-          },
-          "position"_a, "known"_a, "prepared"_a, "call"_a, "signatures"_a, "numbers"_a)
+      .def("knows_burst", &Shortcut::knows_burst, "position"_a, "known"_a)
+      .def("learn_burst", &Shortcut::learn_burst, "position"_a, "burst"_a)
       .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
       .def("close", &Shortcut::close)
       .def("pause", &Shortcut::pause)

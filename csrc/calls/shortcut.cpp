@@ -84,14 +84,17 @@ bool Shortcut::follow(std::uint64_t plan, std::size_t period, std::uint64_t seri
 
 void Shortcut::learn(std::size_t position, Known known) { entries_.at(position) = {std::move(known), nullptr, 0}; }
 
-void Shortcut::learn_burst(std::size_t position, PlannedBurst burst) {
-  Known known;
-  known.prepared = burst.known;
-  entries_.at(position) = {std::move(known), std::make_shared<PlannedBurst>(std::move(burst)), 0};
+void Shortcut::learn_burst(std::size_t position, std::shared_ptr<PlannedBurst> burst) {
+  entries_.at(position) = {{}, std::move(burst), 0};
 }
 
 bool Shortcut::knows(std::size_t position, const py::object& prepared) const {
   return entries_.at(position).prepared.is(prepared);
+}
+
+bool Shortcut::knows_burst(std::size_t position, const py::object& known) const {
+  const auto& burst = entries_.at(position).burst;
+  return burst != nullptr && burst->known.is(known);
 }
 
 void Shortcut::open(std::uint64_t done, std::uint32_t heard, std::uint64_t closings) {
@@ -122,7 +125,7 @@ std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[(done_ + i) % entries_.size()];
     if (entry.times == 0) continue;
-    told.emplace_back(entry.prepared, entry.times);
+    told.emplace_back(entry.burst == nullptr ? entry.prepared : py::cast(entry.burst), entry.times);
     entry.times = 0;
   }
   return told;
@@ -244,14 +247,14 @@ py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::
   return checked(PyObject_Vectorcall(make_handle.ptr(), made_of, std::size(made_of), nullptr));
 }
 
-std::shared_ptr<const PlannedBurst> Shortcut::next_burst() {
+std::shared_ptr<PlannedBurst> Shortcut::next_burst() {
   if (!is_open_ || periods_.together >= kManyTogether) return {};
   if (started_ != nullptr && !is_rid_of_started(false)) return {};
   if (!is_open_ || entries_.empty() || is_recording()) return {};
   return entries_[done_ % entries_.size()].burst;
 }
 
-bool Shortcut::expects(const std::shared_ptr<const PlannedBurst>& burst) const {
+bool Shortcut::expects(const std::shared_ptr<PlannedBurst>& burst) const {
   return is_open_ && started_ == nullptr && !entries_.empty() && entries_[done_ % entries_.size()].burst == burst;
 }
 

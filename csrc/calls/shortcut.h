@@ -52,8 +52,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   };
   void learn(std::size_t position, Known known);
   // All from `position` on that is done as one.
-  void learn_burst(std::size_t position, PlannedBurst burst);
+  void learn_burst(std::size_t position, std::shared_ptr<PlannedBurst> burst);
   bool knows(std::size_t position, const pybind11::object& prepared) const;
+  bool knows_burst(std::size_t position, const pybind11::object& known) const;
 
   // This rank has done `done` operations of the plan, and has followed `heard` rings; it was at nothing else when
   // `closings` was read, and if it has been closed since, it may be now.
@@ -66,7 +67,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   std::uint64_t closings() const { return closings_; }
   void forget();
 
-  // Since the last time: (prepared, how often it was done), the last one last.
+  // Since the last time: (prepared, or PlannedBurst, and how often it was done), the last one last.
   std::vector<std::pair<pybind11::object, std::uint64_t>> take();
   // How many operations `take` has yet to tell of.
   std::uint64_t untold() const { return untold_; }
@@ -99,9 +100,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   const UnderWay& under_way() const { return repeated_; }
 
   // What comes next, if that is a burst that can be started here; null else. What was started before is complete then.
-  std::shared_ptr<const PlannedBurst> next_burst();
+  std::shared_ptr<PlannedBurst> next_burst();
   // Whether it still does. No Python runs.
-  bool expects(const std::shared_ptr<const PlannedBurst>& burst) const;
+  bool expects(const std::shared_ptr<PlannedBurst>& burst) const;
   // All of it is there. False where nothing has happened.
   bool start(const std::shared_ptr<StartedBurst>& burst);
   // Waits for it as `repeat` does. Nothing happens if somebody else is at work, or has settled it. Raises what it ends
@@ -114,8 +115,8 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
 
  private:
   struct Entry : Known {
-    std::shared_ptr<const PlannedBurst> burst;  // null where it is one operation, or not known
-    std::uint64_t times = 0;                    // that `take` has yet to tell of
+    std::shared_ptr<PlannedBurst> burst;  // null where it is one operation, or not known
+    std::uint64_t times = 0;              // that `take` has yet to tell of
 
     std::size_t size() const { return burst == nullptr ? 1 : burst->size(); }
   };

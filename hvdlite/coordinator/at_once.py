@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
-from hvdlite._native import Count, Shortcut, Started, StartedBurst, StartedOperation
-from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite._native import Count, PlannedBurst, Shortcut, Started, StartedBurst, StartedOperation
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.plan_member import PlanMember
@@ -36,8 +36,8 @@ _NAP_S = 50e-6
 class Bursts(Protocol):
     """Goes on with what the shortcut has done, or started, of bursts. By who is at work."""
 
-    def count_done(self, plan: FrozenPlan, known: KnownBurst, times: int) -> None:
-        """``known`` was done so many times."""
+    def count_done(self, plan: FrozenPlan, planned: PlannedBurst, times: int) -> None:
+        """``planned`` was done so many times."""
 
     def go_on(self, started: StartedBurst, result: int) -> Burst | None:
         """What is left to be waited for, if anything is, after a call that has returned ``result``."""
@@ -194,7 +194,7 @@ class AtOnce:
         """What is not in flight, as it is being done by a caller, or was started. Once the shortcut is closed."""
         started = self.shortcut.unsettled
         if isinstance(started, StartedBurst):
-            parts = zip(started.known.requests, started.parts, strict=True)
+            parts = zip(started.planned.known.requests, started.parts, strict=True)
             return [(request.name, sequence) for request, (_, _, sequence, _) in parts]
         under_way = self.shortcut.under_way
         if isinstance(started, StartedOperation):
@@ -225,7 +225,7 @@ class AtOnce:
         for prepared, times in self.shortcut.take():
             plan = self._plan.plan
             assert plan is not None
-            if isinstance(prepared, KnownBurst):
+            if isinstance(prepared, PlannedBurst):
                 self._bursts().count_done(plan, prepared, times)
             else:
                 plan.count_done(prepared.request, times)

@@ -146,7 +146,7 @@ class Collector:
     def _adopted(self, started: StartedBurst) -> Burst:
         has_waited = self._pace.has_waited
         is_set, has_waited.is_set = has_waited.is_set, started.was_waited_before
-        burst = self._made(started.known, started.since_ns)
+        burst = self._made(started.planned.known, started.since_ns)
         has_waited.is_set = is_set  # what came after its first operation
         burst.parts = started.parts
         return burst

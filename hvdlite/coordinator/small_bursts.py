@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from hvdlite._native import StartedBurst
+from hvdlite._native import PlannedBurst, StartedBurst
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
@@ -116,36 +116,40 @@ class SmallBursts:
         queue.popleft()
         return True
 
-    def count_done(self, plan: FrozenPlan, known: KnownBurst, times: int) -> None:
+    def count_done(self, plan: FrozenPlan, planned: PlannedBurst, times: int) -> None:
         """See `hvdlite.coordinator.at_once.Bursts`."""
+        known = planned.known
         plan.count_burst_done(known, times)
-        prepared = self._prepared.get(known)
-        assert prepared is not None
-        prepared.count_done(times)
-        progress, count = self._progress, times * len(known.requests)
-        progress.submissions += count
-        progress.counted += count
-        progress.batches += times
+        planned.prepared.count_done(times)
+        self._count(known, times)
+        self._progress.counted += times * len(known.requests)
+        self._progress.batches += times
+
+    def _count(self, known: KnownBurst, times: int) -> None:
+        """It was submitted so often."""
+        self._progress.submissions += times * len(known.requests)
         self._pace.last_label = known.label
 
     def left_of(self, started: StartedBurst) -> Burst:
         """See `hvdlite.coordinator.at_once.Bursts`."""
+        known = started.planned.known
         pause_s = math.inf if started.was_waited_before else 0.0
-        burst = Burst(started.known, started.since_ns, pause_s, lambda: None)
+        burst = Burst(known, started.since_ns, pause_s, lambda: None)
         burst.parts, burst.is_open = started.parts, False
         burst.assist, burst.pace = self._worker.assist, self._pace
-        self._progress.submissions += len(burst.parts)
-        self._pace.last_label = burst.label
+        self._count(known, 1)
         return burst
 
     def go_on(self, started: StartedBurst, result: int) -> Burst | None:
         """See `hvdlite.coordinator.at_once.Bursts`."""
         try:  # others know that this rank is ready, so it has to be counted
-            burst, plan, prepared = self.left_of(started), self._plan.free, self._prepared.get(started.known)
-            assert plan is not None and prepared is not None
+            burst, plan, prepared = self.left_of(started), self._plan.free, started.planned.prepared
+            assert plan is not None
+            self._prepared.remember(burst.known, prepared)
             self._last = burst
             self._in_flight.resume(burst)
-            assert plan.offer_burst(burst), burst.label
+            was_next = plan.offer_burst(burst)
+            assert was_next, burst.label
             plan.told = plan.ready
             self._plan.moved(self._clock())
             burst.complete = self._complete
@@ -223,5 +227,6 @@ class SmallBursts:
     def _show(self, plan: FrozenPlan, known: KnownBurst, prepared: PreparedBurst) -> None:
         """The shortcut what it can start from now on."""
         shortcut, place, signatures = self._at_once.shortcut, plan.place_of(known), known.signatures
-        if signatures.are_known and not shortcut.knows(place, known):
-            shortcut.learn_burst(place, known, prepared, prepared.direct, signatures, plan.numbers_in(known))
+        if signatures.are_known and not shortcut.knows_burst(place, known):
+            numbers = plan.numbers_in(known)
+            shortcut.learn_burst(place, PlannedBurst(known, prepared, prepared.direct, signatures, numbers))
