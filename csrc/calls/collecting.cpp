@@ -47,9 +47,9 @@ void Collecting::adopt(const py::object& make) {
 }
 
 // Of what comes next.
-const Signature* Collecting::expected() const {
+std::shared_ptr<const Signature> Collecting::expected() const {
   if (signatures_ == nullptr || is_full()) return nullptr;
-  return signatures_->by_place[parts_.size()].get();
+  return signatures_->by_place[parts_.size()];
 }
 
 bool Collecting::is_full() const { return parts_.size() >= signatures_->by_place.size(); }
@@ -92,9 +92,10 @@ bool Collecting::opens_for(const Arguments& arguments) {
 
 py::object Collecting::take(const Arguments& arguments, bool in_place, const Maker& maker) {
   if (signatures_ == nullptr && !opens_for(arguments)) return {};
-  const Signature* const signature = expected();
+  const auto signature = expected();
   if (signature == nullptr) return {};
   const auto signatures = signatures_;  // it may end while we look
+  const auto gathered = gathered_;
   std::uintptr_t source = 0;
   if (!signature->matches(arguments, source)) return {};
   const py::handle tensor(arguments.tensor);
@@ -108,10 +109,11 @@ py::object Collecting::take(const Arguments& arguments, bool in_place, const Mak
   py::object owner = call(arguments.tensor, names().untyped_storage);
   if (!in_place) owner = py::make_tuple(owner, result);
 
-  // From here on no Python runs until it is taken.
-  if (expected() != signature || is_locked()) return {};
-  const auto gathered = gathered_;
   const py::object burst = gathered == nullptr ? burst_ : py::cast(gathered);
+
+  // From here on no Python runs until it is taken.
+  const bool is_its = gathered_ == gathered && (gathered != nullptr || burst_.is(burst));
+  if (!is_its || expected() != signature || is_locked()) return {};
   const py::int_ place(parts_.size());
   const std::int64_t sequence = signature->is_named() ? maker.named : maker.unnamed->next++;
   if (gathered == nullptr) {
@@ -125,6 +127,7 @@ py::object Collecting::take(const Arguments& arguments, bool in_place, const Mak
   if (gathered != nullptr && gathered_ == gathered && !is_locked() && shortcut_->start(gathered)) {
     gathered_ = nullptr;
     stop();
+    parts_ = py::list();  // whose memory is the burst's
   } else {
     complete_();
   }

@@ -60,7 +60,7 @@ class Collecting {
   pybind11::object take(const Arguments& arguments, bool in_place, const Maker& maker);
 
  private:
-  const Signature* expected() const;
+  std::shared_ptr<const Signature> expected() const;
   bool is_full() const;
   bool is_locked() const;
   bool gathers_for(const Arguments& arguments);

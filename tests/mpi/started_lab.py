@@ -43,8 +43,13 @@ class Sum:
     @property
     def is_started(self) -> bool:
         if self.is_in_burst:
-            return isinstance(self.handle._burst, StartedBurst)
+            return self.is_native or self.handle._burst.complete is not None
         return isinstance(self.handle, StartedHandle)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it is part of a burst of native code."""
+        return self.is_in_burst and isinstance(self.handle._burst, StartedBurst)
 
     @property
     def is_in_burst(self) -> bool:
@@ -81,12 +86,35 @@ class Alone:
 class Few(Alone):
     """Turns of several, which are waited for together."""
 
+    def __init__(self, prefix: str = "few") -> None:
+        self._prefix = prefix
+        self.turn = 0
+
     def begin(self) -> list[Sum]:
         self.turn += 1
         return [
-            Sum(float((self.turn + i) % 9), None if i % 3 == 2 else f"few {i}", 3 + i, in_place=i % 2 == 0)
+            Sum(float((self.turn + i) % 9), None if i % 3 == 2 else f"{self._prefix} {i}", 3 + i, in_place=i % 2 == 0)
             for i in range(FEW)
         ]
+
+    def is_native(self) -> bool:
+        """Whether native code did all of a turn as one burst, of which nobody waits for the first before the last."""
+        begun = self.begin()
+        are_native = all(one.is_native for one in begun) and len({id(one.handle._burst) for one in begun}) == 1
+        for one in begun:
+            one.check()
+        return are_native
+
+
+def until_native() -> Few:
+    """What native code does as one burst on all ranks; where they are slow a plan divides one, and another is made."""
+    for attempt in range(100):
+        program = Few(f"{attempt}. few")
+        for _ in range(3):
+            are_native = [program.is_native() for _ in range(TURNS)]
+            if all(WORLD.allgather(all(are_native[-3:]))):
+                return program
+    raise AssertionError(f"always by Python: {are_native}")
 
 
 def until_started(program: Alone) -> None:
