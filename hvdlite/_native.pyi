@@ -561,8 +561,9 @@ class Shortcut:
     """Operations that were done here, and that `take` has yet to tell of."""
     unsettled: Started | None
     """What was started last, whether it was taken or not, until it is settled."""
-    under_way: tuple[Any, int] | None
-    """(prepared, sequence) of what is being done here, by who waits for it."""
+    under_way: tuple[Any, Any] | None
+    """That, or what is being done here by who waits for it: (prepared, sequence) of an operation, (known, parts) of a
+    burst."""
 
     def __init__(
         self,

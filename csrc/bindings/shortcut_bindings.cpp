@@ -202,12 +202,7 @@ void register_shortcut(py::module_& m) {
              return py::make_tuple(together, waited);
            })
       .def_property_readonly("unsettled", &Shortcut::unsettled)
-      .def_property_readonly("under_way",
-                             [](const Shortcut& self) -> std::optional<std::pair<py::object, std::int64_t>> {
-                               auto [prepared, sequence] = self.under_way();
-                               if (!prepared) return std::nullopt;
-                               return std::pair(std::move(prepared), sequence);
-                             })
+      .def_property_readonly("under_way", &Shortcut::under_way)
       .def("take_started", &Shortcut::take_started)
       .def(
           "function",

@@ -1,5 +1,7 @@
 #include "calls/shortcut.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -43,7 +45,7 @@ class Shortcut::AtWork {
     if (!has_begun_) return;
     has_begun_ = false;
     py::error_scope keep;  // what is being raised
-    shortcut_.repeated_ = {};
+    shortcut_.repeated_.reset();
     PyObject* done = PyObject_CallNoArgs(shortcut_.release_.ptr());
     if (done == nullptr) PyErr_WriteUnraisable(shortcut_.release_.ptr());
     Py_XDECREF(done);
@@ -131,6 +133,11 @@ std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
   return told;
 }
 
+py::object Shortcut::under_way() const {
+  if (const auto started = unsettled()) return started->under_way();
+  return py::cast(repeated_);
+}
+
 bool Shortcut::is_recording() const {
   static PyObject* const enabled = interned("enabled");
   return is_true(recorder_, enabled);
@@ -213,7 +220,7 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   Next next;
   if (!begin(arguments, new_like, false, at_work, next)) return {};
   count_submission(true);
-  repeated_ = {next.prepared, next.sequence};
+  repeated_.emplace(next.prepared, next.sequence);
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;

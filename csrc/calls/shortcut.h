@@ -92,12 +92,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
     if (started_ != nullptr) return started_;
     return taken_ == nullptr || taken_->is_settled() ? nullptr : taken_;
   }
-  // What `repeat` is at, which others do not know to be submitted. `prepared`: null where there is nothing.
-  struct UnderWay {
-    pybind11::object prepared;
-    std::int64_t sequence = 0;
-  };
-  const UnderWay& under_way() const { return repeated_; }
+  // What others do not know to be submitted, see `Started::under_way`: that, or the operation that `repeat` is at; None
+  // where there is nothing.
+  pybind11::object under_way() const;
 
   // What comes next, if that is a burst that can be started here; null else. What was started before is complete then.
   std::shared_ptr<PlannedBurst> next_burst();
@@ -151,8 +148,8 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   pybind11::object settle_;
   std::shared_ptr<Flag> has_waited_;
   std::shared_ptr<Started> started_;
-  std::shared_ptr<Started> taken_;  // and perhaps settled
-  UnderWay repeated_;
+  std::shared_ptr<Started> taken_;                                     // and perhaps settled
+  std::optional<std::pair<pybind11::object, std::int64_t>> repeated_;  // (prepared, sequence)
   std::vector<Entry> entries_;
   std::map<std::uint64_t, std::vector<Entry>> earlier_;  // of plans that are not followed now, by their serials
   std::uint64_t serial_ = 0;

@@ -46,6 +46,8 @@ class Started : public std::enable_shared_from_this<Started> {
   // What must live while `call` is at it.
   using Kept = std::pair<pybind11::object, pybind11::object>;
   virtual Kept kept() const = 0;
+  // What others do not know to be submitted: (prepared, sequence) of an operation, (known, parts) of a burst.
+  virtual pybind11::object under_way() const = 0;
   virtual pybind11::object go_on(const Rest& rest, DirectCall::Result ended) = 0;
 
   // By who is at work, once. `left`: what is waited for from now on, as late ranks are; None: it is complete.
@@ -81,6 +83,7 @@ class StartedOperation : public Started {
   // While it is not settled.
   const Operation& operation() const { return operation_; }
   Kept kept() const override { return {operation_.prepared, operation_.owner}; }
+  pybind11::object under_way() const override { return pybind11::make_tuple(operation_.prepared, operation_.sequence); }
   pybind11::object go_on(const Rest& rest, DirectCall::Result ended) override { return rest.of(operation_, ended); }
 
   // Until it is complete; raises what it has ended in.

@@ -53,6 +53,7 @@ class StartedBurst : public Started {
   void start(std::uint64_t plan, std::uint64_t count);
 
   Kept kept() const override { return {planned_->prepared, parts_}; }
+  pybind11::object under_way() const override { return pybind11::make_tuple(planned_->known, parts_); }
   pybind11::object go_on(const Rest& rest, DirectCall::Result ended) override;
 
   // For operation `number` of it, see `StartedOperation`.

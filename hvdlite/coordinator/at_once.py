@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdlite._native import Count, PlannedBurst, Shortcut, Started, StartedBurst, StartedOperation
-from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.plan_member import PlanMember
-from hvdlite.coordinator.prepared import Native, Outcome, Prepared
+from hvdlite.coordinator.prepared import Native, Outcome, Prepared, PreparedBurst
 from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.request import Key, Request
@@ -33,19 +33,6 @@ _SOON_S = 0.02  # from waking up for work to `settle`, on a core that is shared
 _NAP_S = 50e-6
 
 
-class Bursts(Protocol):
-    """Goes on with what the shortcut has done, or started, of bursts. By who is at work."""
-
-    def count_done(self, plan: FrozenPlan, planned: PlannedBurst, times: int) -> None:
-        """``planned`` was done so many times."""
-
-    def go_on(self, started: StartedBurst, result: int) -> Burst | None:
-        """What is left to be waited for, if anything is, after a call that has returned ``result``."""
-
-    def left_of(self, started: StartedBurst) -> Burst:
-        """To be waited for, where nobody will be at work any more."""
-
-
 class AtOnce:
     """Part of a coordinator, whose objects it is given.
 
@@ -54,7 +41,8 @@ class AtOnce:
         change: to another plan, which a request begins; whether all ranks have.
         end: of the world, by what has failed.
         check: raises what all ranks hear of that.
-        bursts: gives those of the same coordinator.
+        adopted: what native code has of a burst, as one that may come before all of it is there.
+        go_on: with a burst that was started, by what was prepared, after a call that has returned a result.
         clock: in seconds.
 
     Attributes:
@@ -75,7 +63,8 @@ class AtOnce:
         change: Callable[[Request], bool],
         end: Callable[[BaseException], None],
         check: Callable[[], None],
-        bursts: Callable[[], Bursts],
+        adopted: Callable[[StartedBurst], Burst],
+        go_on: Callable[[Burst, PreparedBurst, int], None],
         clock: Callable[[], float],
     ) -> None:
         own = weakref.proxy(self)
@@ -83,7 +72,7 @@ class AtOnce:
             worker.at_work,
             recorder,
             lambda *begun: own._go_on(lambda: own._proceed(*begun)),
-            lambda *started: own._go_on(lambda: own._bursts().go_on(*started)),
+            lambda *started: own._go_on(lambda: own._proceed_with_burst(*started)),
             lambda: own._await_settled(),
             pace.has_waited,
         )
@@ -99,7 +88,8 @@ class AtOnce:
         self._change = change
         self._end = end
         self._check = check
-        self._bursts = bursts
+        self._adopted = adopted
+        self._go_on_with_burst = go_on
         self._clock = clock
 
     def run(self, prepared: Prepared[T], sequence: int, tensors: T, unnamed: Count | None) -> bool | Submission:
@@ -192,16 +182,13 @@ class AtOnce:
     @property
     def begun(self) -> Collection[Key]:
         """What is not in flight, as it is being done by a caller, or was started. Once the shortcut is closed."""
-        started = self.shortcut.unsettled
-        if isinstance(started, StartedBurst):
-            parts = zip(started.planned.known.requests, started.parts, strict=True)
-            return [(request.name, sequence) for request, (_, _, sequence, _) in parts]
-        under_way = self.shortcut.under_way
-        if isinstance(started, StartedOperation):
-            under_way = started.operation[:2]
-        if under_way is not None:
-            native, sequence = under_way
-            return ((native.request.name, sequence),)
+        if (under_way := self.shortcut.under_way) is not None:
+            what, which = under_way
+            if isinstance(what, KnownBurst):
+                return [
+                    (request.name, sequence) for request, (_, _, sequence, _) in zip(what.requests, which, strict=False)
+                ]
+            return ((what.request.name, which),)
         plan = self._plan.plan
         begun = None if plan is None else plan.begun
         return () if begun is None else (begun,)
@@ -226,7 +213,10 @@ class AtOnce:
             plan = self._plan.plan
             assert plan is not None
             if isinstance(prepared, PlannedBurst):
-                self._bursts().count_done(plan, prepared, times)
+                known = prepared.known
+                plan.count_burst_done(known, times)
+                prepared.prepared.count_done(times)
+                self._done(known.label, times, len(known.requests))
             else:
                 plan.count_done(prepared.request, times)
                 prepared.count_done(times)
@@ -241,7 +231,7 @@ class AtOnce:
 
     def _left_of(self, started: Started, result: int) -> Submission | Burst | None:
         if isinstance(started, StartedBurst):
-            return self._bursts().go_on(started, result)
+            return self._proceed_with_burst(started, result)
         assert isinstance(started, StartedOperation)
         return self._proceed(*started.operation, result)
 
@@ -249,15 +239,14 @@ class AtOnce:
         """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
         started = self.shortcut.take_started() or self.shortcut.unsettled
         if started is not None:  # nobody will be at work any more
-            left: Submission | Burst
             if isinstance(started, StartedBurst):
-                left = self._bursts().left_of(started)
+                started.settle(self._resumed(started))
             else:
                 assert isinstance(started, StartedOperation)
                 native, sequence, source, target, owner = started.operation
-                left = native.submission(sequence, native.tensors(source, target, owner))
-            self._in_flight.resume(left)
-            started.settle(left)
+                submission = native.submission(sequence, native.tensors(source, target, owner))
+                self._in_flight.resume(submission)
+                started.settle(submission)
         self.shortcut.forget()
         self._known.clear()
         self.prepared = Remembered()  # another one, as a thread may be making what enters the one before
@@ -295,10 +284,10 @@ class AtOnce:
             self._end(error)
             raise
 
-    def _done(self, label: str, times: int = 1) -> None:
+    def _done(self, label: str, times: int = 1, operations: int = 1) -> None:
         self._pace.last_label = label
-        self._progress.submissions += times
-        self._progress.counted += times
+        self._progress.submissions += times * operations
+        self._progress.counted += times * operations
         self._progress.batches += times
 
     def _finish(
@@ -345,6 +334,25 @@ class AtOnce:
         if left is Outcome.DONE_AND_RUNG:
             self._worker.follow()
         return None
+
+    def _proceed_with_burst(self, started: StartedBurst, result: int) -> Burst | None:
+        """The same of a burst."""
+        try:
+            prepared, burst = started.planned.prepared, self._resumed(started)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._go_on_with_burst(burst, prepared, result)
+        return None if burst.has_succeeded else burst
+
+    def _resumed(self, started: StartedBurst) -> Burst:
+        """As any other burst, in flight."""
+        burst = self._adopted(started)
+        burst.is_open = False
+        self._pace.last_label = burst.label
+        self._progress.submissions += len(burst.parts)
+        self._in_flight.resume(burst)
+        return burst
 
     def follow(self, number: int, plan: FrozenPlan) -> None:
         """A plan begins. By who is at work."""

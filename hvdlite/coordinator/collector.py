@@ -139,15 +139,16 @@ class Collector:
 
     def _opened(self) -> Burst | None:
         """With the lock of what is in flight: the burst that is open, which is no longer one of native code then."""
-        self.native.adopt(self._adopted)
+        self.native.adopt(self.adopted)
         burst: Burst | None = self.native.burst
         return burst
 
-    def _adopted(self, started: StartedBurst) -> Burst:
+    def adopted(self, started: StartedBurst) -> Burst:
+        """What native code has of a burst, as one of this collector."""
         has_waited = self._pace.has_waited
         is_set, has_waited.is_set = has_waited.is_set, started.was_waited_before
         burst = self._made(started.planned.known, started.since_ns)
-        has_waited.is_set = is_set  # what came after its first operation
+        has_waited.is_set = is_set  # as of what came after its first operation
         burst.parts = started.parts
         return burst
 

@@ -114,7 +114,8 @@ class Coordinator:
             lambda request: own._change_plan(request),
             lambda error: own._end(error),
             lambda: own._owner.check(),
-            lambda: own._small_bursts,
+            lambda started: own.collector.adopted(started),
+            lambda *burst: own._small_bursts.go_on(*burst),
             clock,
         )
         self.collector = Collector(
@@ -133,9 +134,6 @@ class Coordinator:
             self._plan,
             owner.recorder,
             self.at_once,
-            self._in_flight,
-            self._pace,
-            self._progress,
             self._queue,
             self._execution.burst_was_done,
             lambda known: own._owner.prepare_burst(known),

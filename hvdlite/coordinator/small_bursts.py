@@ -7,21 +7,18 @@ Python (csrc/calls/started_burst.h); what that leaves comes here.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 
-from hvdlite._native import PlannedBurst, StartedBurst
+from hvdlite._native import PlannedBurst
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
-from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.messages import Notice
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, PreparedBurst, outcome_at, outcome_of
-from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
-from hvdlite.coordinator.submission import Pace, Submission
+from hvdlite.coordinator.submission import Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
 from hvdlite.recorder import Recorder
@@ -47,9 +44,6 @@ class SmallBursts:
         plan: PlanMember,
         recorder: Recorder,
         at_once: AtOnce,
-        in_flight: InFlight,
-        pace: Pace,
-        progress: Progress,
         queue: deque[Submission | Burst | Notice],
         was_done: Callable[[Burst], None],
         prepare: Callable[[KnownBurst], PreparedBurst | None],
@@ -61,9 +55,6 @@ class SmallBursts:
         self._plan = plan
         self._recorder = recorder
         self._at_once = at_once
-        self._in_flight = in_flight
-        self._pace = pace
-        self._progress = progress
         self._queue = queue
         self._was_done = was_done
         self._prepare = prepare
@@ -116,38 +107,14 @@ class SmallBursts:
         queue.popleft()
         return True
 
-    def count_done(self, plan: FrozenPlan, planned: PlannedBurst, times: int) -> None:
-        """See `hvdlite.coordinator.at_once.Bursts`."""
-        known = planned.known
-        plan.count_burst_done(known, times)
-        planned.prepared.count_done(times)
-        self._count(known, times)
-        self._progress.counted += times * len(known.requests)
-        self._progress.batches += times
-
-    def _count(self, known: KnownBurst, times: int) -> None:
-        """It was submitted so often."""
-        self._progress.submissions += times * len(known.requests)
-        self._pace.last_label = known.label
-
-    def left_of(self, started: StartedBurst) -> Burst:
-        """See `hvdlite.coordinator.at_once.Bursts`."""
-        known = started.planned.known
-        pause_s = math.inf if started.was_waited_before else 0.0
-        burst = Burst(known, started.since_ns, pause_s, lambda: None)
-        burst.parts, burst.is_open = started.parts, False
-        burst.assist, burst.pace = self._worker.assist, self._pace
-        self._count(known, 1)
-        return burst
-
-    def go_on(self, started: StartedBurst, result: int) -> Burst | None:
-        """See `hvdlite.coordinator.at_once.Bursts`."""
+    def go_on(self, burst: Burst, prepared: PreparedBurst, result: int) -> None:
+        """With what the shortcut has started of ``prepared``, after a call that has returned ``result``. By who is at
+        work."""
+        plan = self._plan.free
         try:  # others know that this rank is ready, so it has to be counted
-            burst, plan, prepared = self.left_of(started), self._plan.free, started.planned.prepared
-            assert plan is not None
+            assert plan is not None, burst.label
             self._prepared.remember(burst.known, prepared)
             self._last = burst
-            self._in_flight.resume(burst)
             was_next = plan.offer_burst(burst)
             assert was_next, burst.label
             plan.told = plan.ready
@@ -157,7 +124,6 @@ class SmallBursts:
             self._end(error)
             raise
         self._do_second(burst, waits=False, result=result)
-        return None if burst.has_succeeded else burst
 
     def settle(self) -> None:
         """Complete what was started, if all ranks are about to."""
