@@ -294,7 +294,7 @@ def test_the_name_of_what_another_thread_waits_for_is_taken(is_native: bool, by_
     if hvd.rank() == 0:
         other = threading.Thread(target=step)
         other.start()
-        while coordinator.at_once.begun is None and not coordinator.has_in_flight("waited for"):
+        while not coordinator.at_once.begun and not coordinator.has_in_flight("waited for"):
             time.sleep(0)
         with pytest.raises(DuplicateNameError):
             hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="waited for")
