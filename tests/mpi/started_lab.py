@@ -92,9 +92,13 @@ class Few(Alone):
 
     def begin(self) -> list[Sum]:
         self.turn += 1
+        return self.go_on(0, FEW)
+
+    def go_on(self, first: int, end: int) -> list[Sum]:
+        """Operations of a turn, from ``first`` to before ``end``."""
         return [
             Sum(float((self.turn + i) % 9), None if i % 3 == 2 else f"{self._prefix} {i}", 3 + i, in_place=i % 2 == 0)
-            for i in range(FEW)
+            for i in range(first, end)
         ]
 
     def is_native(self) -> bool:
