@@ -67,6 +67,7 @@ class Alone:
 
     def __init__(self, name: str | None = "alone", numel: int = 3, *, in_place: bool = True) -> None:
         self._made = name, numel, in_place
+        self.first_name = name
         self.turn = 0
 
     def begin(self) -> list[Sum]:
@@ -88,6 +89,7 @@ class Few(Alone):
 
     def __init__(self, prefix: str = "few") -> None:
         self._prefix = prefix
+        self.first_name = f"{prefix} 0"
         self.turn = 0
 
     def begin(self) -> list[Sum]:

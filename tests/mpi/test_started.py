@@ -178,15 +178,15 @@ def test_one_rank_begins_something_else_before(program: Alone, who: int) -> None
 def test_a_name_that_is_in_flight(program: Alone) -> None:
     """It may be done already."""
     for _ in range(3):
-        first = Sum(1.0, "few 0" if isinstance(program, Few) else "alone")
+        first = Sum(1.0, program.first_name)
         try:
-            second = Sum(1.0, "few 0" if isinstance(program, Few) else "alone")
+            second = Sum(1.0, program.first_name)
         except DuplicateNameError:
             second = None
         first.check()
         done = torch.tensor(float(second is not None))
         if hvd.allreduce(done, op=hvd.Sum, name="second").item() not in (0.0, hvd.size()):
-            second = second or Sum(1.0, "few 0" if isinstance(program, Few) else "alone")
+            second = second or Sum(1.0, program.first_name)
         if second is not None:
             second.check()
 

@@ -7,6 +7,7 @@ from mutant import Mutant
 _SHORTCUT = "2 mpi/test_shortcut.py"
 _STARTED = "2 mpi/test_started.py"
 _NAMES = "2 mpi/test_started_names.py"
+_OPEN = "2 mpi/test_open_bursts.py"
 _SMALL_BURSTS = "unit/test_small_bursts.py"
 _CHANGES = "unit/test_plan_changes.py"
 _BROADCASTS = "2 mpi/test_small_broadcasts.py"
@@ -47,15 +48,15 @@ MUTANTS = [
     Mutant(
         "csrc/calls/shortcut.cpp", "    if (is_true(next.result, names().requires_grad)) return false;\n", "", _SHORTCUT
     ),
-    Mutant("csrc/calls/shortcut.cpp", "  if (is_true(recorder_, enabled)) return false;\n", "", _SHORTCUT),
+    Mutant("csrc/calls/shortcut.cpp", "  if (is_recording()) return false;\n\n", "", _SHORTCUT),
     Mutant("csrc/calls/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
     Mutant(
         "csrc/calls/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"
     ),
     Mutant(
         "csrc/calls/collecting.cpp",
-        "signatures_ == signatures && parts_.size() == signatures->by_place.size()",
-        "signatures_ == signatures && expected() == nullptr",
+        "if (signatures_ != signatures || !is_full()) return handle;",
+        "if (expected() != nullptr) return handle;",
         _SHORTCUT,
     ),
     Mutant(
@@ -104,6 +105,17 @@ MUTANTS = [
         "        self._worker",
         _SMALL_BURSTS,
     ),
+    Mutant("csrc/calls/collecting.cpp", "now_s + longest_s_ < next_look_->at_s || ", "", _OPEN),
+    Mutant("csrc/calls/collecting.cpp", "    parts_ = py::list();  // whose memory is the burst's\n", "", _OPEN),
+    Mutant(
+        "csrc/calls/shortcut.cpp",
+        "  if (entry.burst == nullptr) return has_the_name(entry.signature);\n",
+        "  return has_the_name(entry.signature);\n",
+        _NAMES,
+    ),
+    Mutant("csrc/calls/shortcut.cpp", "  done_ += entry.size();\n", "  done_ += 1;\n", _STARTED),
+    Mutant("csrc/calls/started_burst.cpp", "  if (take_apart) take_apart();\n", "", _OPEN),
+    Mutant("hvdlite/coordinator/at_once.py", "        self._in_flight.resume(burst)\n", "", _STARTED),
     Mutant("csrc/calls/shortcut.cpp", "return entries_.at(position).prepared.is(prepared);", "return true;", _SHORTCUT),
     Mutant("hvdlite/coordinator/plan_member.py", " if earlier.has_lasted else None", "", _CHANGES),
     Mutant(
