@@ -151,12 +151,13 @@ Shortcut::Entry* Shortcut::next() {
 
 // What comes next, if that is what a caller asks for: begun, so that others have to hear of it.
 bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool starts, AtWork& at_work, Next& next) {
+  auto& [prepared, split_phase, sequence, input, output, owner] = next.operation;
   const Entry* expected = this->next();
   if (expected == nullptr) return false;
   const auto signature = expected->signature;
-  if (!signature->matches(arguments, next.input)) return false;
+  if (!signature->matches(arguments, input)) return false;
   next.result = py::reinterpret_borrow<py::object>(arguments.tensor);
-  next.output = next.input;
+  output = input;
   std::uint64_t rows = 0;
   if (new_like) {
     if (is_true(next.result, names().requires_grad)) return false;
@@ -165,25 +166,26 @@ bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool start
     rows = expected->call->result_rows();
     const py::object new_result = expected->new_result;
     next.result = new_result.is_none() ? new_like(next.result) : new_result(next.result, rows);
-    next.output = address_of(next.result);
+    output = address_of(next.result);
   }
-  if (starts) next.owner = owner_of(arguments.tensor, next.result);
+  if (starts) owner = owner_of(arguments.tensor, next.result);
   if (is_recording()) return false;
 
   // From here on no Python runs until the operation does.
   Entry* entry = this->next();
   if (entry == nullptr || entry->signature != signature) return false;
   const auto turn = static_cast<std::int64_t>(done_ / entries_.size());
-  next.sequence = entry->sequence + turn * entry->stride;
-  if (entry->unnamed != nullptr && entry->unnamed->next != next.sequence) return false;
-  if (starts && entry->call->split_phase() == nullptr) return false;
+  sequence = entry->sequence + turn * entry->stride;
+  if (entry->unnamed != nullptr && entry->unnamed->next != sequence) return false;
+  split_phase = entry->call->split_phase();
+  if (starts && split_phase == nullptr) return false;
   if (!at_work.begin()) return false;
   if (!entry->call->can_run() || (new_like && entry->call->result_rows() != rows)) return false;
   if (entry->unnamed != nullptr) ++entry->unnamed->next;
   next.call = entry->call;
-  next.prepared = entry->prepared;
-  input_[0] = entry->gives ? next.input : 0;
-  output_[0] = next.output;
+  prepared = entry->prepared;
+  input_[0] = entry->gives ? input : 0;
+  output_[0] = output;
   return true;
 }
 
@@ -220,17 +222,18 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   Next next;
   if (!begin(arguments, new_like, false, at_work, next)) return {};
   count_submission(true);
-  repeated_.emplace(next.prepared, next.sequence);
+  Operation& operation = next.operation;
+  repeated_.emplace(operation.prepared, operation.sequence);
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;
     ended = next.call->run(input_, output_, plan_, done_ + 1, heard_);
   }
   if (count_done(ended)) return next.result;
-  const py::object owner = owner_of(arguments.tensor, next.result);
+  operation.owner = owner_of(arguments.tensor, next.result);
   std::optional<py::error_already_set> interrupt;
   prepare_to_hand_over(interrupt);
-  const py::object left = rest_.of({next.prepared, nullptr, next.sequence, next.input, next.output, owner}, ended);
+  const py::object left = rest_.of(operation, ended);
   at_work.end();
   if (interrupt) throw *interrupt;
   if (!left.is_none()) left.attr("wait")();
@@ -244,10 +247,9 @@ py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::
   Next next;
   if (!begin(arguments, new_like, true, at_work, next)) return {};
   count_submission(false);
-  SplitPhaseCall* const call = next.call->split_phase();
-  started_ = std::make_shared<StartedOperation>(
-      Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());
-  call->start(input_, output_, plan_, done_ + 1);
+  const auto made = std::make_shared<StartedOperation>(next.operation, shared_from_this());
+  made->call()->start(input_, output_, plan_, done_ + 1);
+  started_ = made;
   const py::object started = py::cast(started_);
   at_work.end();
   PyObject* const made_of[] = {started.ptr(), next.result.ptr(), arguments.name};

@@ -120,13 +120,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
 
   // What is about to be done, and with what.
   struct Next {
-    pybind11::object prepared;
+    Operation operation;  // with an owner where it is only started
     DirectCall* call = nullptr;
-    std::int64_t sequence = 0;
-    std::uintptr_t input = 0;
-    std::uintptr_t output = 0;
     pybind11::object result;
-    pybind11::object owner;  // where it is only started
   };
   class AtWork;
 

@@ -118,15 +118,8 @@ class Coordinator:
             lambda *burst: own._small_bursts.go_on(*burst),
             clock,
         )
-        self.collector = Collector(
-            self._in_flight,
-            self._worker.assist,
-            self._pace,
-            own,
-            self.at_once.shortcut,
-            self._worker.next_look,
-            clock,
-        )
+        seen_to = self.at_once.shortcut, self._worker.next_look
+        self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, *seen_to, clock)
         self._attention = Attention(self._worker, self.at_once.shortcut, self._plan, self._pace, self.collector)
         self.look_within = self._attention.call_within
         self._small_bursts = SmallBursts(

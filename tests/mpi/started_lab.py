@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import hvdlite.torch as hvd
 from harness_ranks import harness_ranks
 from hvdlite._native import StartedBurst
+from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.handle import HandleInBurst, StartedHandle
 
 WORLD = harness_ranks()
@@ -60,6 +62,20 @@ class Sum:
         assert (result is self.given) == self.is_in_place
         assert torch.equal(result, self.expected), (result, self.expected)
         assert hvd.synchronize(self.handle) is result
+
+
+def fails_in_a_child(one: Sum) -> bool:
+    """Whether ``one`` fails in a forked child, which has no part in the job."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            one.check()
+        except HorovodInternalError:
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
 
 
 class Alone:

@@ -7,10 +7,10 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +20,12 @@ import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, SIZES, beside_hvdlite, of_rank, process_group, told
 from hvdlite import mpi
 from hvdlite.collectives import shm_exchange
+from hvdlite.config import Config
 from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
 from hvdlite.garbage import uncollected
+from hvdlite.naps import Patience
 from hvdlite.rank_list import rank_list
-from hvdlite.start import rendezvous
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -150,12 +151,22 @@ def test_a_rank_without_descriptors_is_named_at_once(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_meet_again_have_the_whole_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with process_group():
-        pass
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
-    monkeypatch.setattr(rendezvous, "time", later)
-    with process_group():
-        dist.barrier()
+    limits_s: list[float] = []
+    wait_for = Patience.wait_for
+
+    def used_up(patience: Patience, is_done: Callable[[float], object]) -> bool:
+        limits_s.append(patience.left_s)
+        try:
+            return wait_for(patience, is_done)
+        finally:
+            patience.left_s -= 1.0
+
+    monkeypatch.setattr(Patience, "wait_for", used_up)
+    for _ in range(2):
+        with process_group():
+            dist.barrier()
+    start_s, half = Config.from_env().start_timeout_s, len(limits_s) // 2
+    assert limits_s[:half].count(start_s) == limits_s[half:].count(start_s) > 0
 
 
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

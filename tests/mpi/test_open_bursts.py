@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from hvdlite.config import Tunable
 from hvdlite.coordinator.burst import BURST_S
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownError
 from hvdlite.operations.configure import configure
-from started_lab import FEW, TURNS, WORLD, Few, Sum, total, until_native
+from started_lab import FEW, TURNS, WORLD, Few, Sum, fails_in_a_child, total, until_native
 
 PART = 2  # of a burst that is begun
 
@@ -160,16 +159,7 @@ def test_a_failure_before_the_rest() -> None:
 def test_a_forked_child_before_the_rest() -> None:
     """There it fails, and nowhere else."""
     program, begun = opened()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            begun[-1].check()
-        except HorovodInternalError:
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    assert fails_in_a_child(begun[-1])
     finish(program, begun)
     program.step()
 

@@ -22,7 +22,7 @@ from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownErr
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.operations.configure import configure
 from prepared_lab import SMALL
-from started_lab import FEW, TURNS, WORLD, Alone, Few, Sum, total, until_native, until_started
+from started_lab import FEW, TURNS, WORLD, Alone, Few, Sum, fails_in_a_child, total, until_native, until_started
 
 MANY = (32 << 10) // 4 + 1  # elements
 PATIENCE_S = 0.1
@@ -341,16 +341,7 @@ def test_a_forked_child(program: Alone) -> None:
     """What is under way fails there, and nowhere else."""
     if hvd.rank() == 0:
         begun = program.begin()
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                begun[-1].check()
-            except HorovodInternalError:
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        assert fails_in_a_child(begun[-1])
         WORLD.allgather(None)
     else:
         WORLD.allgather(None)

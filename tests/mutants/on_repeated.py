@@ -89,13 +89,11 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/calls/shortcut.cpp",
-        "  if (starts && entry->call->split_phase() == nullptr) return false;\n",
+        "  if (starts && split_phase == nullptr) return false;\n",
         "",
         _STARTED,
     ),
-    Mutant(
-        "csrc/calls/shortcut.cpp", "if (starts) next.owner = owner_of(arguments.tensor, next.result);", "", _STARTED
-    ),
+    Mutant("csrc/calls/shortcut.cpp", "if (starts) owner = owner_of(arguments.tensor, next.result);", "", _STARTED),
     Mutant("hvdlite/coordinator/at_once.py", "            self._in_flight.resume(submission)\n", "", _STARTED),
     Mutant("hvdlite/coordinator/at_once.py", "                started.fail(error)\n", "", "1 mpi/test_started.py"),
     Mutant("hvdlite/coordinator/coordinator.py", "        self.settle_started()\n", "", _NAMES),
@@ -134,7 +132,7 @@ MUTANTS = [
         _SHORTCUT,
     ),
     # Few bytes are an allreduce.
-    Mutant("csrc/calls/shortcut.cpp", "entry->gives ? next.input : 0", "next.input", _BROADCASTS),
+    Mutant("csrc/calls/shortcut.cpp", "entry->gives ? input : 0", "input", _BROADCASTS),
     Mutant("hvdlite/operations/broadcast.py", "return rank == self.root_rank", "return True", _BROADCASTS),
     Mutant(
         "hvdlite/operations/prepared.py",
