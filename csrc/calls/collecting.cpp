@@ -82,8 +82,8 @@ bool Collecting::opens_for(const Arguments& arguments) {
   if (known_.empty() || is_open()) return false;
   if (gathers_for(arguments)) return true;
   for (std::size_t i = 0; i < known_.size(); ++i) {
-    const Known known = known_[i];  // others may be followed while we look
-    const auto& first = known.signatures->by_place.front();
+    const Known known = known_[i];                          // others may be followed while we look
+    const auto first = known.signatures->by_place.front();  // another may be learned while we look
     std::uintptr_t address = 0;
     if (first != nullptr && first->matches(arguments, address)) return open_(known.known).ptr() == Py_True;
   }
