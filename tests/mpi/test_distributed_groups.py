@@ -150,6 +150,7 @@ def test_a_rank_without_descriptors_is_named_at_once(monkeypatch: pytest.MonkeyP
         dist.all_reduce(torch.ones(1), group=dist.new_group())
 
 
+@pytest.mark.skipif(SIZE == 1, reason="alone it meets nobody")
 def test_ranks_that_meet_again_have_the_whole_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     limits_s: list[float] = []
     wait_for = Patience.wait_for
