@@ -68,48 +68,38 @@ def test_a_rank_that_was_stopped_accuses_nobody_else(victim: int, mpi: str) -> N
     assert "rank" not in accused.replace(f"rank {victim}", ""), result
 
 
-# Rank 0 is stopped for longer than a start may take, while it waits for rank 1.
+# JOB is stopped for longer than a start may take, while rank 0 waits for rank 1.
 STARTS = """
 import subprocess
 from hvdlite.launched import launched_rank
 
 if launched_rank() == 0:
-    command = f"exec >/dev/null 2>&1; sleep 1; kill -STOP {os.getpid()}; sleep 7; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", command], start_new_session=True)
-else:
-    time.sleep(9)
-hvdlite.init()
-step()
-say("started")
-"""
-
-
-# The same of all processes of a job without MPI, whose ranks have hvdliterun for a parent, which keeps the time.
-STARTS_WITHOUT_MPI = """
-import subprocess
-from hvdlite.launched import launched_rank
-
-if launched_rank() == 0:
-    job = f"{os.getppid()} $(pgrep -P {os.getppid()})"
+    job = JOB
     command = f"exec >/dev/null 2>&1; sleep 1; kill -STOP {job}; sleep 7; kill -CONT {job}"
     subprocess.Popen(["sh", "-c", command], start_new_session=True)
 else:
-    time.sleep(3)
+    time.sleep(LATE_S)
 hvdlite.init()
 step()
 say("started")
 """
+# All processes of a job without MPI, whose ranks have hvdliterun for a parent, which keeps the time.
+WITH_LAUNCHER = 'f"{os.getppid()} $(pgrep -P {os.getppid()})"'
+
+
+def starts_though_suspended(job: str, late_s: int, mpi: str) -> None:
+    program = STARTS.replace("JOB", job).replace("LATE_S", str(late_s))
+    result = run(program, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi=mpi).check()
+    assert result.stdout.count("started") == 2, result
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_a_job_that_is_suspended_while_it_starts_goes_on(mpi: str) -> None:
-    result = run(STARTS, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi=mpi).check()
-    assert result.stdout.count("started") == 2, result
+    starts_though_suspended("os.getpid()", 9, mpi)
 
 
 def test_a_job_without_mpi_that_is_suspended_while_it_starts_goes_on() -> None:
-    result = run(STARTS_WITHOUT_MPI, n=2, env={"HVDLITE_START_TIMEOUT": "6"}, mpi="none").check()
-    assert result.stdout.count("started") == 2, result
+    starts_though_suspended(WITH_LAUNCHER, 3, "none")
 
 
 BUSY_IN_C = """

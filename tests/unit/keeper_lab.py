@@ -13,14 +13,13 @@ from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers
 
 HERE = Host("localhost", 2)
-START_S = 100.0  # beside others, which leave little of the processors
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Keepers]:
     """Those of hosts "a" and "b"."""
-    keepers = Keepers(launch_by(tmp_path), ENVIRON, START_S, lambda word, number: 0, is_local=True)
+    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
     yield keepers
     keepers.close()
 
