@@ -63,7 +63,7 @@ class Started : public std::enable_shared_from_this<Started> {
   pybind11::object await();
   // The same at once: null where it is not settled.
   pybind11::object look();
-  // Whom it refers to goes with who keeps the handle, which may be much later.
+  // Refer to nothing any more, as somebody may keep the handle for long.
   virtual void release() = 0;
 
   const std::shared_ptr<Flag>& has_waited() const { return has_waited_; }
